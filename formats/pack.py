@@ -1,0 +1,113 @@
+"""A pack on disk, opened: its manifest, and paths that were checked against it.
+
+Opening reads the manifest and the sizes of the files, never their content; `digests.py` does that.
+"""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from moepack.formats.errors import FormatError, SourceError
+from moepack.formats.manifest import MAX_MANIFEST_NBYTES, ExpertModule, Manifest, decode
+
+__all__ = ["MANIFEST_NAME", "SHARED_NAME", "Pack", "is_pack"]
+
+MANIFEST_NAME = "manifest.msgpack"
+SHARED_NAME = "shared.bin"
+
+
+def is_pack(path: Path) -> bool:
+    """Whether `path` is a folder with a manifest in it."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The folder of a pack and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Pack":
+        """The pack at `path`: manifest validated, every file there, of the right size, in the pack.
+
+        Raises SourceError when there is no pack, FormatError when one is damaged.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            what = "not a folder" if folder.exists() else "no such folder"
+            raise SourceError(f"{folder}: {what}; a pack is made by moepack convert")
+        if not is_pack(folder):
+            hint = (
+                "it is a checkpoint: run moepack convert on it first"
+                if (folder / "config.json").is_file()
+                else "not a pack, or an unfinished one"
+            )
+            raise SourceError(f"{folder}: no {MANIFEST_NAME}; {hint}")
+        pack = cls(folder, _read_manifest(folder))
+        pack._check_file(SHARED_NAME, pack.manifest.shared_nbytes)
+        for module in pack.manifest.modules:
+            pack._check_file(module.file, module.stride * module.n_experts)
+        for file in pack.manifest.files:
+            pack._check_file(file.name, None)
+        return pack
+
+    @property
+    def shared_file(self) -> Path:
+        """The path of the shared weights."""
+        return self.path / SHARED_NAME
+
+    def expert_file(self, module: ExpertModule) -> Path:
+        """The path of one module's records."""
+        return self.path / module.file
+
+    def _check_file(self, name: str, nbytes: int | None) -> None:
+        path = self.path / name
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise FormatError(
+                f"{path}: {_reason(error)}; the pack is incomplete, convert again"
+            ) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        if nbytes is not None and status.st_size != nbytes:
+            raise FormatError(
+                f"{path}: {status.st_size:,} bytes, the manifest says {nbytes:,}; "
+                "the file is damaged, convert again"
+            )
+        if not path.resolve().is_relative_to(self._allowed_root()):
+            raise FormatError(f"{path}: a link that leaves the pack; copy the file in its place")
+
+    def _allowed_root(self) -> Path:
+        """The pack itself; for a snapshot in the Hugging Face cache, the model's cache folder.
+
+        There every file is a link into `models--org--name/blobs`.
+        """
+        folder = self.path.resolve()
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder.parent.parent
+        return folder
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_NAME
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > MAX_MANIFEST_NBYTES:
+            raise FormatError(
+                f"{path}: {nbytes:,} bytes, a manifest has at most {MAX_MANIFEST_NBYTES:,}"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path}: {_reason(error)}") from error
+    try:
+        return decode(data)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
