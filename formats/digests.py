@@ -4,7 +4,7 @@ A digest is xxh3-128: it finds damage, at memory speed; it is no defence against
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import xxhash
 
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import Pack
+from moepack.formats.progress import Advance, silent
 
 __all__ = ["Mismatch", "check_digests", "digest_bytes", "digest_file", "read_range"]
 
@@ -64,10 +65,10 @@ def read_range(fd: int, view: memoryview, offset: int, path: Path) -> None:
         raise SourceError(f"{path}: read failed at byte {offset + done:,} ({error})") from error
 
 
-def check_digests(pack: Pack, advance: Callable[[int], object]) -> Iterator[Mismatch]:
+def check_digests(pack: Pack, advance: Advance = silent) -> Iterator[Mismatch]:
     """Read the whole pack once and yield what differs from the manifest.
 
-    `advance` is called with the number of bytes checked since its last call.
+    `advance` is told of bytes as they are read.
     """
     manifest = pack.manifest
     for file in manifest.files:

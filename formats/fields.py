@@ -47,7 +47,7 @@ class Fields:
         self._values = dict(values)
 
     def take(self, key: str, kind: type[T]) -> T:
-        """The value of `key`; a bool is not an int. Raises FormatError when absent or of other type."""
+        """The value of `key`; a bool is not an int. Raises FormatError: absent, or another type."""
         if key not in self._values:
             raise FormatError(f"{self._where}: field {key!r} is missing")
         value = self._values.pop(key)

@@ -44,7 +44,7 @@ DTYPE_NBYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor inside a record: `shape` is that of one expert, `offset` counts from the record."""
+    """One tensor inside a record: `shape` is one expert's, `offset` counts from the record."""
 
     name: str
     dtype: str

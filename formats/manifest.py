@@ -1,8 +1,4 @@
-"""The manifest: what a pack says about itself, as data, and its msgpack form.
-
-`encode` and `decode` are inverse; both end in the same `validate`, so a writer cannot publish what
-a reader would refuse. Nothing here opens a file.
-"""
+"""The manifest: what a pack says about itself, as plain data. `codec.py` reads and writes it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,8 +7,6 @@ from typing import Any
 
 import msgpack
 
-from moepack.formats.errors import FormatError
-from moepack.formats.fields import Fields, unpack_map
 from moepack.formats.geometry import Part
 
 __all__ = [
@@ -24,11 +18,10 @@ __all__ = [
     "ExpertModule",
     "Manifest",
     "Quantization",
-    "SharedTensor",
     "Shard",
+    "SharedTensor",
     "Source",
-    "decode",
-    "encode",
+    "to_map",
 ]
 
 MAGIC = "moepack"
@@ -36,8 +29,6 @@ VERSION = (1, 0)
 DIGEST_NBYTES = 16  # xxh3-128
 # The largest known model (92 layers x 896 experts) needs 1.5 MB; a stranger's file gets no more.
 MAX_MANIFEST_NBYTES = 16 * 2**20
-# Features a reader must know to read the pack at all. None exists in 1.0.
-KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +85,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a pack came from. `options` are the convert options that change bytes, by flag name."""
+    """Where a pack came from: `name` is `org/name` on the hub, None for a folder.
 
-    name: str
+    `options` are the convert options that change bytes, by flag name.
+    """
+
+    name: str | None
     revision: str | None
     shards: tuple[Shard, ...]
     options: Mapping[str, str | int | bool]
@@ -114,7 +108,7 @@ class CopiedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything `manifest.msgpack` holds. Build it with `encode` in mind: `validate` is strict."""
+    """Everything `manifest.msgpack` holds."""
 
     version: tuple[int, int]
     alignment: int
@@ -133,7 +127,7 @@ class Manifest:
 
         Digests of every record, shared tensor and copied file are among those bytes.
         """
-        return sha256(msgpack.packb(_to_map(self))).hexdigest()
+        return sha256(msgpack.packb(to_map(self))).hexdigest()
 
     @property
     def expert_nbytes(self) -> int:
@@ -141,129 +135,8 @@ class Manifest:
         return sum(m.record_nbytes * m.n_experts for m in self.modules)
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The canonical msgpack bytes. Raises FormatError where `validate` does."""
-    from moepack.formats.validate import validate
-
-    validate(manifest)
-    return bytes(msgpack.packb({**_to_map(manifest), "pack_id": manifest.pack_id}))
-
-
-def decode(data: bytes) -> Manifest:
-    """The manifest in `data`, checked. Raises FormatError naming the field that is wrong."""
-    from moepack.formats.validate import validate
-
-    fields = Fields("manifest", unpack_map(data))
-    magic = fields.take("magic", str)
-    if magic != MAGIC:
-        raise FormatError(f"manifest: magic is {magic!r}, not {MAGIC!r}; this is not a pack")
-    version = fields.take_ints("version")
-    if len(version) != 2 or version[0] != VERSION[0]:
-        raise FormatError(
-            f"manifest: version is {'.'.join(map(str, version))}, this moepack reads "
-            f"{VERSION[0]}.x; update moepack or convert again"
-        )
-    for feature in fields.take_list("requires", str):
-        if feature not in KNOWN_FEATURES:
-            raise FormatError(f"manifest: requires {feature!r}, unknown here; update moepack")
-    # A later minor version may add fields that old readers can do without.
-    strict = version[1] <= VERSION[1]
-    shared = fields.take_map("shared")
-    manifest = Manifest(
-        version=(version[0], version[1]),
-        alignment=fields.take("alignment", int),
-        model_type=fields.take("model_type", str),
-        created_by=fields.take("created_by", str),
-        shared_nbytes=shared.take("nbytes", int),
-        shared=tuple(
-            SharedTensor(
-                name,
-                t.take("dtype", str),
-                t.take_ints("shape"),
-                t.take("offset", int),
-                t.take("nbytes", int),
-                t.take_digest("digest"),
-            )
-            for name, t in shared.take_maps("tensors", strict)
-        ),
-        modules=tuple(_module(m, strict) for m in fields.take_map_list("modules", strict)),
-        quantization=_quantization(fields, "quantization", strict),
-        source=_source(fields.take_map("source"), strict),
-        files=tuple(
-            CopiedFile(name, f.take("nbytes", int), f.take_digest("digest"))
-            for name, f in fields.take_maps("files", strict)
-        ),
-    )
-    pack_id = fields.take("pack_id", str)
-    shared.finish(strict)
-    fields.finish(strict)
-    validate(manifest)
-    if strict and pack_id != manifest.pack_id:
-        raise FormatError(
-            f"manifest: pack_id is {pack_id!r} but its content gives {manifest.pack_id!r}; "
-            "the file is damaged: convert again"
-        )
-    return manifest
-
-
-def _module(fields: Fields, strict: bool) -> ExpertModule:
-    return ExpertModule(
-        path=fields.take("path", str),
-        class_name=fields.take("class", str),
-        file=fields.take("file", str),
-        n_experts=fields.take("n_experts", int),
-        stride=fields.take("stride", int),
-        record_nbytes=fields.take("record_nbytes", int),
-        parts=tuple(
-            Part(
-                p.take("name", str),
-                p.take("dtype", str),
-                p.take_ints("shape"),
-                p.take("offset", int),
-                p.take("nbytes", int),
-            )
-            for p in fields.take_map_list("parts", strict)
-        ),
-        quantization=_quantization(fields, "quantization", strict),
-        digests=fields.take("digests", bytes),
-    )
-
-
-def _quantization(fields: Fields, key: str, strict: bool) -> dict[str, Quantization]:
-    return {
-        name: Quantization(q.take("bits", int), q.take("group_size", int), q.take("mode", str))
-        for name, q in fields.take_maps(key, strict)
-    }
-
-
-def _source(fields: Fields, strict: bool) -> Source:
-    revision = fields.take_optional("revision", str)
-    options: dict[str, str | int | bool] = {}
-    for key, value in fields.take_map("options").rest():
-        if not isinstance(value, str | int | bool):
-            raise FormatError(f"manifest source options {key}: not a text, integer or boolean")
-        options[key] = value
-    dropped: dict[str, int] = {}
-    for key, value in fields.take_map("dropped").rest():
-        if type(value) is not int:
-            raise FormatError(f"manifest source dropped {key}: not an integer")
-        dropped[key] = value
-    source = Source(
-        name=fields.take("name", str),
-        revision=revision,
-        shards=tuple(
-            Shard(s.take("name", str), s.take("nbytes", int), s.take("sha256", str))
-            for s in fields.take_map_list("shards", strict)
-        ),
-        options=options,
-        dropped=dropped,
-    )
-    fields.finish(strict)
-    return source
-
-
-def _to_map(manifest: Manifest) -> dict[str, Any]:
-    """Plain maps in a fixed order: the same manifest gives the same bytes everywhere."""
+def to_map(manifest: Manifest) -> dict[str, Any]:
+    """Plain maps in a fixed order, `pack_id` left out: equal manifests give equal bytes."""
     return {
         "magic": MAGIC,
         "version": list(manifest.version),

@@ -8,8 +8,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from moepack.formats.codec import decode
 from moepack.formats.errors import FormatError, SourceError
-from moepack.formats.manifest import MAX_MANIFEST_NBYTES, ExpertModule, Manifest, decode
+from moepack.formats.manifest import MAX_MANIFEST_NBYTES, ExpertModule, Manifest
 
 __all__ = ["MANIFEST_NAME", "SHARED_NAME", "Pack", "is_pack"]
 

@@ -74,7 +74,9 @@ def _check_shared(manifest: Manifest) -> None:
         if tensor.nbytes != wanted:
             raise FormatError(f"{where}: nbytes is {tensor.nbytes}, its shape gives {wanted}")
         if tensor.offset != end:
-            raise FormatError(f"{where}: offset is {tensor.offset}, wanted {end} (no hole, overlap)")
+            raise FormatError(
+                f"{where}: offset is {tensor.offset}, wanted {end} (no hole, overlap)"
+            )
         end = align_up(end + tensor.nbytes, manifest.alignment)
     if manifest.shared_nbytes != end:
         raise FormatError(
@@ -126,7 +128,8 @@ def _check_module(module: ExpertModule, alignment: int) -> None:
 
 def _check_source(manifest: Manifest) -> None:
     source = manifest.source
-    _check_text("manifest source name", source.name)
+    if source.name is not None:
+        _check_text("manifest source name", source.name)
     _check_unique("manifest source shard", (s.name for s in source.shards))
     for shard in source.shards:
         if not 0 <= shard.nbytes <= MAX_NBYTES or not re.fullmatch(r"[0-9a-f]{64}", shard.sha256):

@@ -1,0 +1,100 @@
+"""Making a pack appear whole or not at all: a hidden sibling folder, then one rename."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moepack.formats.errors import SourceError
+from moepack.formats.pack import is_pack
+
+__all__ = ["check_destination", "fsync_folder", "staging_folder", "write_file"]
+
+
+def check_destination(destination: Path, overwrite: bool) -> None:
+    """Refuse a destination that cannot be published to, before any work is done."""
+    parent = destination.parent
+    if not parent.is_dir():
+        raise SourceError(f"{parent}: no such folder to write {destination.name} in")
+    if not os.access(parent, os.W_OK):
+        raise SourceError(f"{parent}: no permission to write in this folder")
+    if not (destination.exists() or destination.is_symlink()):
+        return
+    if not overwrite:
+        raise SourceError(f"{destination}: exists; remove it or pass --overwrite")
+    if destination.is_symlink() or not is_pack(destination):
+        raise SourceError(
+            f"{destination}: exists and is not a pack; --overwrite replaces packs only"
+        )
+
+
+@contextmanager
+def staging_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
+    """A new hidden folder beside `destination` that becomes it when the block ends well.
+
+    On any exception it is removed and the destination stays as it was. A folder that a killed
+    convert left is cleared; one that a running convert holds is refused.
+    """
+    staging = destination.parent / f".{destination.name}.partial"
+    try:
+        staging.mkdir(exist_ok=True)
+        lock = os.open(staging, os.O_RDONLY)
+    except OSError as error:
+        raise SourceError(f"{staging}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SourceError(f"{destination}: another convert is writing it") from error
+        for entry in staging.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        try:
+            (staging / "experts").mkdir()
+            yield staging
+            check_destination(destination, overwrite)  # it may have appeared meanwhile
+            fsync_folder(staging / "experts")
+            fsync_folder(staging)
+            _rename(staging, destination)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _rename(staging: Path, destination: Path) -> None:
+    parent = destination.parent
+    if not destination.exists():
+        staging.rename(destination)
+        fsync_folder(parent)
+        return
+    old = parent / f".{destination.name}.old"
+    if old.exists():
+        shutil.rmtree(old)
+    destination.rename(old)
+    try:
+        staging.rename(destination)
+    except OSError:
+        old.rename(destination)
+        raise
+    fsync_folder(parent)
+    shutil.rmtree(old)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and fsync it."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
