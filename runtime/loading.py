@@ -1,0 +1,270 @@
+"""From a pack to an mlx-lm model: build, share, plan, stream.
+
+mlx-lm's own loader builds the model from the pack's `config.json`, with the manifest's
+quantization; nothing of it is evaluated before its expert modules have been replaced.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from moepack.formats.errors import FormatError, SourceError
+from moepack.formats.manifest import Manifest
+from moepack.formats.pack import Pack
+from moepack.formats.sizes import parse_size
+from moepack.runtime.banks import Banks
+from moepack.runtime.counters import Counters, add
+from moepack.runtime.machine import available_memory, resident_memory
+from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
+from moepack.runtime.probing import ShapeProbe, measure_shape
+from moepack.runtime.reading import RecordReader
+from moepack.runtime.shared import SharedWeights, load_shared
+from moepack.runtime.slots import SlotCache
+from moepack.runtime.streamed import StreamedExperts
+
+__all__ = ["Engine", "load", "load_engine", "load_model"]
+
+DEFAULT_CONTEXT = 4096
+DEFAULT_PREFILL_STEP = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded pack: the model, what it was planned to use, and its streamed layers.
+
+    `layers` is empty when every expert is resident.
+    """
+
+    pack: Pack
+    model: nn.Module
+    config: dict[str, Any]
+    plan: MemoryPlan
+    layers: tuple[StreamedExperts, ...]
+    shared: SharedWeights
+
+    def counters(self) -> tuple[Counters, Counters]:
+        """(prefill, decode), summed over layers."""
+        return (
+            add([layer.counters.prefill for layer in self.layers]),
+            add([layer.counters.decode for layer in self.layers]),
+        )
+
+    def tokenizer(self) -> TokenizerWrapper:
+        """The pack's tokenizer, as mlx_lm.load gives it. Raises SourceError when it has none."""
+        return load_tokenizer(self.pack.path, self.config)
+
+
+def load(
+    pack: str | os.PathLike[str],
+    *,
+    memory: str | int = "auto",
+    expert_cache: str | int | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """The pair `(model, tokenizer)` that `mlx_lm.load` gives, for the pack at this path.
+
+    `memory` bounds all that the process uses: bytes as an int, "6GB", or "auto" for what the
+    machine has. `expert_cache` bounds the resident experts alone: a size, "all", or None for what
+    `memory` leaves. Raises SourceError (no pack, no tokenizer), FormatError (a damaged pack),
+    BudgetError (naming the smallest value that works).
+    """
+    engine = load_engine(pack, memory=memory, expert_cache=expert_cache)
+    return engine.model, engine.tokenizer()
+
+
+def load_model(
+    pack: str | os.PathLike[str],
+    *,
+    memory: str | int = "auto",
+    expert_cache: str | int | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """As `load`, but `(model, config)` and no tokenizer needed: as `mlx_lm.utils.load_model`."""
+    engine = load_engine(pack, memory=memory, expert_cache=expert_cache)
+    return engine.model, engine.config
+
+
+def load_engine(
+    pack: str | os.PathLike[str] | Pack,
+    *,
+    memory: str | int = "auto",
+    expert_cache: str | int | None = None,
+    context: int = DEFAULT_CONTEXT,
+    prefill_step: int = DEFAULT_PREFILL_STEP,
+    keep_streaming: bool = False,
+) -> Engine:
+    """Load a pack and keep what the command reports. Options and errors as `load`.
+
+    `keep_streaming` leaves layers streamed even when all their experts fit, for measuring.
+    """
+    opened = pack if isinstance(pack, Pack) else Pack.open(pack)
+    manifest = opened.manifest
+    memory_nbytes = None if memory == "auto" else _size(memory, "memory")
+    cache: int | str | None = expert_cache
+    if cache == "auto":
+        cache = None
+    elif cache is not None and cache != "all":
+        cache = _size(cache, "expert_cache")
+
+    model, config = _build_model(opened)
+    stock = {module.path: _module_at(model, module.path) for module in manifest.modules}
+    shared = load_shared(opened)
+    _put_shared(model, manifest, shared)
+
+    probes = [ShapeProbe() for _ in manifest.modules]
+    for module, probe in zip(manifest.modules, probes, strict=True):
+        _replace(model, module.path, probe)
+    shape = measure_shape(model, probes, context)
+    needs = Needs(
+        shared=shared.adopted_nbytes + shared.copied_nbytes,
+        kv=shape.kv_nbytes,
+        prefill=_prefill_nbytes(shape.dim, max(shape.top_k), prefill_step),
+        base=max(0, resident_memory() - shared.copied_nbytes - shared.adopted_nbytes),
+        top_k=shape.top_k,
+    )
+    plan = plan_memory(
+        manifest.modules,
+        needs,
+        available=available_memory(),
+        memory=memory_nbytes,
+        expert_cache=cache,
+    )
+    mx.set_cache_limit(plan.mlx_cache)
+
+    layers = []
+    pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")
+    for index, module in enumerate(manifest.modules):
+        n_slots = plan.slots_per_layer[index]
+        reader = RecordReader(opened, index, pool)
+        banks = Banks(module, n_slots)
+        _put_banks(stock[module.path], banks)
+        if n_slots == module.n_experts and not keep_streaming:
+            for start in range(0, n_slots, 64):
+                experts = range(start, min(start + 64, n_slots))
+                reader.read_all(experts, [banks.rows[e] for e in experts])
+            reader.close()
+            _replace(model, module.path, stock[module.path])
+        else:
+            streamed = StreamedExperts(
+                stock[module.path], reader, banks, SlotCache(module.n_experts, n_slots)
+            )
+            _replace(model, module.path, streamed)
+            layers.append(streamed)
+    model.eval()
+    return Engine(opened, model, config, plan, tuple(layers), shared)
+
+
+def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+    """The tokenizer beside a pack or checkpoint. Its code, if it names any, does not run."""
+    try:
+        return mlx_lm.utils.load_tokenizer(
+            path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
+        )
+    except Exception as error:  # tokenizer classes raise anything
+        reason = " ".join(str(error).split())[:300]
+        raise SourceError(f"{path}: no usable tokenizer ({reason})") from error
+
+
+def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
+    """(model with lazy, meaningless weights and the manifest's quantization, config)."""
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model_class, args_class = mlx_lm.utils._get_classes(config)
+
+        class EmptyModel(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                return weights
+
+        return EmptyModel, args_class
+
+    try:
+        model, config = mlx_lm.utils.load_model(
+            pack.path,
+            lazy=True,
+            strict=False,
+            model_config=_quantization_config(pack.manifest),
+            get_model_classes=classes,
+        )
+    except Exception as error:  # a loader for 100 families raises anything
+        reason = " ".join(str(error).split())[:300]
+        raise FormatError(f"{pack.path}: mlx-lm cannot build the model: {reason}") from error
+    model.__class__ = type(model).__mro__[1]
+    return model, config
+
+
+def _quantization_config(manifest: Manifest) -> dict[str, Any]:
+    """The `quantization` entry of a config that states every module by path, none inferred."""
+    by_path: dict[str, Any] = {
+        path: {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
+        for path, q in manifest.quantization.items()
+    }
+    for module in manifest.modules:
+        names = {part.name for part in module.parts}
+        for projection, q in module.quantization.items():
+            entry: dict[str, Any] = {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
+            if f"{projection}.global_scale" in names:
+                entry["global_scale"] = True
+            by_path[f"{module.path}.{projection}"] = entry
+    if not by_path:
+        return {"quantization": None, "quantization_config": None}
+    return {"quantization": {"group_size": 64, "bits": 4, **by_path}, "quantization_config": None}
+
+
+def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> None:
+    """Load the shared weights strictly: the same names and shapes as the model's, no more."""
+    experts = {f"{m.path}.{part.name}" for m in manifest.modules for part in m.parts}
+    wanted = {
+        name: array.shape for name, array in tree_flatten(model.parameters()) if name not in experts
+    }
+    for name, array in shared.arrays.items():
+        if name not in wanted:
+            raise FormatError(f"shared tensor {name!r}: the model has no such parameter")
+        if wanted[name] != array.shape:
+            raise FormatError(
+                f"shared tensor {name!r}: shape {array.shape}, the model wants {wanted[name]}"
+            )
+    for name in wanted:
+        if name not in shared.arrays:
+            raise FormatError(f"shared tensor {name!r} is missing from the pack")
+    model.load_weights(list(shared.arrays.items()), strict=False)
+
+
+def _put_banks(stock: nn.Module, banks: Banks) -> None:
+    stock.load_weights(list(banks.arrays.items()), strict=False)
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    modules = dict(model.named_modules())
+    if path not in modules:
+        raise FormatError(f"module {path!r}: the model has no such module")
+    return modules[path]
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at a dotted path."""
+    parent: Any = model
+    *steps, last = path.split(".")
+    for step in steps:
+        parent = parent[int(step)] if isinstance(parent, list) else parent[step]
+    if isinstance(parent, list):
+        parent[int(last)] = module
+    else:
+        parent[last] = module
+
+
+def _prefill_nbytes(dim: int, top_k: int, step: int) -> int:
+    """Workspace of a prefill chunk: a layer's expert inputs and outputs, in float32, twice."""
+    return 4 * dim * top_k * step * 2
+
+
+def _size(value: str | int, name: str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise SourceError(f"{name}: {error}") from error

@@ -1,0 +1,138 @@
+"""How many expert slots fit: pure arithmetic on sizes that others measured."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from moepack.formats.errors import BudgetError
+from moepack.formats.manifest import ExpertModule
+from moepack.formats.sizes import format_size
+
+__all__ = ["MemoryPlan", "Needs", "plan_memory"]
+
+# Buffers that MLX keeps for reuse; below this, decoding allocates anew at every step.
+MLX_CACHE_NBYTES = 64 * 10**6
+# What allocators and the interpreter take above what is counted.
+SLACK = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Sizes in bytes that do not depend on the slots. `top_k` is by module, in model order."""
+
+    shared: int
+    kv: int
+    prefill: int
+    base: int
+    top_k: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The bytes of each use, their total, and the slots of each module, in model order."""
+
+    shared: int
+    slots: int
+    kv: int
+    prefill: int
+    mlx_cache: int
+    base: int
+    slots_per_layer: tuple[int, ...]
+    is_resident: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes that the process is expected to use at most."""
+        return self.shared + self.slots + self.kv + self.prefill + self.mlx_cache + self.base
+
+    def as_map(self) -> dict[str, int]:
+        """The `memory` object of `plan --json`."""
+        fields = asdict(self)
+        names = ("shared", "slots", "kv", "prefill", "mlx_cache", "base")
+        return {**{name: fields[name] for name in names}, "total": self.total}
+
+
+def plan_memory(
+    modules: Sequence[ExpertModule],
+    needs: Needs,
+    *,
+    available: int,
+    memory: int | None,
+    expert_cache: int | str | None,
+) -> MemoryPlan:
+    """Slots for each module within the bounds given, all of equal number where they fit.
+
+    `memory` bounds everything (None: `available`); `expert_cache` bounds the slots: bytes, "all",
+    or None for what `memory` leaves. A stated expert cache is not bounded by `available`.
+    Raises BudgetError, naming the smallest value that works, when top-k slots a layer do not fit.
+    """
+    fixed = needs.shared + needs.kv + needs.prefill + MLX_CACHE_NBYTES + needs.base
+    floor = [min(k, m.n_experts) for k, m in zip(needs.top_k, modules, strict=True)]
+    floor_nbytes = sum(n * m.record_nbytes for n, m in zip(floor, modules, strict=True))
+    whole = sum(m.n_experts * m.record_nbytes for m in modules)
+
+    bounds = []
+    if memory is not None or expert_cache is None:
+        bound = available if memory is None else memory
+        room = int(bound / SLACK) - fixed
+        if room < floor_nbytes:
+            least = ceil_size(int((fixed + floor_nbytes) * SLACK) + 1)
+            what = "the memory free here" if memory is None else "--memory"
+            raise BudgetError(
+                f"{what} is {format_size(bound)}, too little for this model; "
+                f"the smallest that works is --memory {least}"
+            )
+        bounds.append(room)
+    if expert_cache == "all":
+        if bounds and bounds[0] < whole:
+            raise BudgetError(
+                f"--expert-cache all needs {format_size(whole)}, --memory leaves "
+                f"{format_size(bounds[0])} for it; raise --memory or give a smaller cache"
+            )
+        bounds.append(whole)
+    elif isinstance(expert_cache, int):
+        if expert_cache < floor_nbytes:
+            raise BudgetError(
+                f"--expert-cache is {format_size(expert_cache)}, too little for this model; "
+                f"the smallest that works is {ceil_size(floor_nbytes)} "
+                f"({'/'.join(str(n) for n in sorted(set(floor)))} experts a layer)"
+            )
+        bounds.append(expert_cache)
+    slots = _spread(modules, floor, min(bounds))
+    return MemoryPlan(
+        shared=needs.shared,
+        slots=sum(n * m.record_nbytes for n, m in zip(slots, modules, strict=True)),
+        kv=needs.kv,
+        prefill=needs.prefill,
+        mlx_cache=MLX_CACHE_NBYTES,
+        base=needs.base,
+        slots_per_layer=tuple(slots),
+        is_resident=all(n == m.n_experts for n, m in zip(slots, modules, strict=True)),
+    )
+
+
+def _spread(modules: Sequence[ExpertModule], floor: Sequence[int], nbytes: int) -> list[int]:
+    """The most slots a layer, equal for all where a layer has that many experts."""
+
+    def slots_at(n: int) -> list[int]:
+        return [min(max(n, f), m.n_experts) for f, m in zip(floor, modules, strict=True)]
+
+    def nbytes_at(n: int) -> int:
+        return sum(s * m.record_nbytes for s, m in zip(slots_at(n), modules, strict=True))
+
+    low, high = 0, max(m.n_experts for m in modules)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if nbytes_at(middle) <= nbytes:
+            low = middle
+        else:
+            high = middle - 1
+    return slots_at(low)
+
+
+def ceil_size(nbytes: int) -> str:
+    """A size to type, in the units of `--memory`, at least `nbytes`."""
+    for unit, digits in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if nbytes >= 10**digits:
+            hundredths = -(-nbytes * 100 // 10**digits)
+            return f"{hundredths / 100:.2f}{unit}"
+    return f"{nbytes}B"

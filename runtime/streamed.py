@@ -1,0 +1,240 @@
+"""An expert module whose experts are on disk: takes the place of an mlx-lm SwitchGLU or SwitchMLP.
+
+It answers a call `(x, indices)` by running the stock module on banks, with slot numbers in place
+of expert numbers: the same kernels on the same bytes, so the same bits.
+
+Invariants. Bookkeeping stays on the calling thread. A slot is overwritten only when every graph
+that reads its bank has been evaluated: `_fence` is the newest such graph that may not have been.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from moepack.runtime.banks import Banks, byte_rows
+from moepack.runtime.counters import Counters, LayerCounters
+from moepack.runtime.reading import RecordReader, wait_for
+from moepack.runtime.slots import SlotCache
+from moepack.runtime.waves import Wave, plan_waves
+
+__all__ = ["StreamedExperts"]
+
+# A call of more tokens is evaluated at once: keeping its output as a fence would hold it in memory.
+MAX_LAZY_TOKENS = 16
+
+
+class StreamedExperts(nn.Module):
+    """Stands where `stock`, an expert module whose parameters are the banks' arrays, stood."""
+
+    def __init__(
+        self, stock: nn.Module, reader: RecordReader, banks: Banks, slots: SlotCache
+    ) -> None:
+        super().__init__()
+        self.stock = stock
+        # Underscored, so that nn.Module does not take them for parameters.
+        self._reader = reader
+        self._banks = banks
+        self._slots = slots
+        self._fence: mx.array | None = None
+        self.counters = LayerCounters(Counters(), Counters())
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """As the stock module: x `(..., dim)`, indices `(..., k)` -> `(..., k, out)`.
+
+        Waits for `indices`. Raises FormatError when a record cannot be read.
+        """
+        started = time.perf_counter()
+        mx.eval(indices)
+        picked = np.array(indices, copy=False)
+        k = picked.shape[-1]
+        n_tokens = picked.size // k
+        is_decode = n_tokens == 1 or (picked.ndim >= 3 and picked.shape[-2] == 1)
+        counters = self.counters.decode if is_decode else self.counters.prefill
+        counters.calls += 1
+        counters.wait_s += time.perf_counter() - started
+
+        slots = self._slots
+        flat = picked.reshape(-1)
+        if n_tokens == 1:
+            experts = flat.tolist()
+            needed = list(dict.fromkeys(experts))
+            slots.policy.use(needed)
+        else:
+            distinct, counts = np.unique(flat, return_counts=True)
+            needed = distinct.tolist()
+            slots.policy.use_many(dict(zip(needed, counts.tolist(), strict=True)), n_tokens)
+        if len(needed) > slots.n_slots:
+            return self._run_waves(x, picked, needed, counters)
+
+        misses = [e for e in needed if e not in slots.slot_of]
+        counters.hits += len(needed) - len(misses)
+        slots.use(needed)
+        if misses:
+            self._read(misses, needed, counters)
+        slot_of = slots.slot_of
+        if n_tokens == 1:
+            ids = np.array([slot_of[e] for e in experts], dtype=np.uint32)
+        else:
+            ids = self._slot_table()[flat]
+        y: mx.array = self.stock(x, mx.array(ids.reshape(picked.shape)))
+        if n_tokens <= MAX_LAZY_TOKENS:
+            self._fence = y
+        else:
+            mx.eval(y)
+        return y
+
+    def preload(self, experts: Sequence[int]) -> None:
+        """Read experts into free slots, outside any call. Raises FormatError."""
+        self._read(list(experts), experts, Counters())
+
+    def close(self) -> None:
+        """Close the layer's file."""
+        self._reader.close()
+
+    def _read(self, misses: list[int], protected: Sequence[int], counters: Counters) -> None:
+        """Read `misses` into slots, evicting none of `protected`."""
+        started = time.perf_counter()
+        self._wait_for_graphs()
+        before = self._slots.n_evictions
+        reserved = self._slots.reserve(misses, set(protected))
+        try:
+            self._reader.read_all(misses, [self._banks.rows[slot] for slot in reserved])
+        except BaseException:
+            self._slots.cancel()
+            raise
+        self._slots.fill(misses)
+        counters.misses += len(misses)
+        counters.evictions += self._slots.n_evictions - before
+        counters.bytes_read += len(misses) * self._reader.module.record_nbytes
+        counters.read_s += time.perf_counter() - started
+
+    def _wait_for_graphs(self) -> None:
+        if self._fence is not None:
+            mx.eval(self._fence)
+            self._fence = None
+
+    def _slot_table(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+        """Slot by expert number; meaningless for experts that are not resident."""
+        table = np.zeros(self._slots.n_experts, dtype=np.uint32)
+        for expert, slot in self._slots.slot_of.items():
+            table[expert] = slot
+        return table
+
+    def _run_waves(
+        self,
+        x: mx.array,
+        picked: "np.ndarray[Any, np.dtype[Any]]",
+        needed: list[int],
+        counters: Counters,
+    ) -> mx.array:
+        """Run a call that needs more experts than slots; each expert is read at most once."""
+        slots = self._slots
+        waves = plan_waves(slots.slot_of, slots.n_slots, needed, slots.policy.scores)
+        runner = _WaveCall(self.stock, x, picked, waves, slots.n_experts)
+        self._wait_for_graphs()
+        evictions = slots.n_evictions
+        futures = self._start_wave(waves[0], counters)
+        try:
+            for wave, following in zip(waves, [*waves[1:], None], strict=True):
+                self._finish_reads(wave, futures, counters)
+                futures = []
+                y = runner.start(wave)
+                if following is not None and following.is_read:
+                    if not set(following.slots).isdisjoint(wave.slots):
+                        mx.eval(y)
+                    futures = self._start_wave(following, counters)
+                runner.finish(wave, y)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait_quietly(futures)
+            slots.cancel()
+            raise
+        counters.evictions += slots.n_evictions - evictions
+        slots.use(e for wave in waves for e in wave.experts)
+        return runner.result()
+
+    def _start_wave(self, wave: Wave, counters: Counters) -> list["Future[None]"]:
+        if not wave.is_read:
+            counters.hits += len(wave.experts)
+            return []
+        counters.misses += len(wave.experts)
+        counters.bytes_read += len(wave.experts) * self._reader.module.record_nbytes
+        self._slots.reserve_slots(wave.experts, wave.slots)
+        return self._reader.start(wave.experts, [self._banks.rows[s] for s in wave.slots])
+
+    def _finish_reads(self, wave: Wave, futures: list["Future[None]"], counters: Counters) -> None:
+        if not wave.is_read:
+            return
+        started = time.perf_counter()
+        wait_for(futures)
+        counters.read_s += time.perf_counter() - started
+        self._slots.fill(wave.experts)
+
+
+class _WaveCall:
+    """One call taken apart by waves and put together again in router order."""
+
+    def __init__(
+        self,
+        stock: nn.Module,
+        x: mx.array,
+        picked: "np.ndarray[Any, np.dtype[Any]]",
+        waves: Sequence[Wave],
+        n_experts: int,
+    ) -> None:
+        self._stock = stock
+        self._shape = picked.shape
+        self._k = picked.shape[-1]
+        self._x = x.reshape(-1, x.shape[-1])
+        self._flat = picked.reshape(-1)
+        wave_of = np.zeros(n_experts, dtype=np.int32)
+        for number, wave in enumerate(waves):
+            wave_of[list(wave.experts)] = number
+        numbers = wave_of[self._flat]
+        order = np.argsort(numbers, kind="stable")  # pairs of a token and an expert, by wave
+        bounds = np.searchsorted(numbers[order], np.arange(len(waves) + 1))
+        self._pairs = {
+            wave: order[bounds[number] : bounds[number + 1]] for number, wave in enumerate(waves)
+        }
+        self._n_experts = n_experts
+        self._out: mx.array | None = None
+        self._rows: Any = None
+
+    def start(self, wave: Wave) -> mx.array:
+        """Begin computing the pairs of a wave; its experts are in their slots."""
+        table = np.zeros(self._n_experts, dtype=np.uint32)
+        table[list(wave.experts)] = wave.slots
+        pairs = self._pairs[wave]
+        ids = mx.array(table[self._flat[pairs]][:, None])
+        tokens = mx.array((pairs // self._k).astype(np.uint32))
+        y: mx.array = self._stock(self._x[tokens], ids)
+        mx.async_eval(y)
+        return y
+
+    def finish(self, wave: Wave, y: mx.array) -> None:
+        """Wait for a wave and put its rows where the router wants them."""
+        y = mx.contiguous(y.reshape(-1, y.shape[-1]))
+        mx.eval(y)
+        if self._out is None:
+            self._out = mx.zeros((len(self._flat), y.shape[-1]), dtype=y.dtype)
+            mx.eval(self._out)
+            self._rows = byte_rows(self._out)
+        self._rows[self._pairs[wave]] = byte_rows(y)
+
+    def result(self) -> mx.array:
+        """`(..., k, out)`, every row written."""
+        assert self._out is not None
+        return self._out.reshape(*self._shape, -1)
+
+
+def wait_quietly(futures: Sequence["Future[None]"]) -> None:
+    """Wait until no read is under way; their errors do not matter any more."""
+    for future in futures:
+        if not future.cancelled():
+            future.exception()
