@@ -33,7 +33,14 @@ from moepack.packer.writing import (
     write_shared,
 )
 
-__all__ = ["ConvertPlan", "convert", "copied_file_names", "plan_convert"]
+__all__ = [
+    "ConvertPlan",
+    "convert",
+    "copied_file_bytes",
+    "copied_file_names",
+    "plan_convert",
+    "summary",
+]
 
 # What a tokenizer or generation needs, as mlx-lm fetches it, and licences. No code, no weights.
 COPIED_PATTERNS = (
@@ -118,7 +125,7 @@ def _write(
         digests = write_experts(staging / layout.file, layout, experts, advance)
         modules.append(replace(layout, digests=digests))
     shared = write_shared(staging / SHARED_NAME, dict(checkpoint.shared), advance)
-    files = _copy_files(source, checkpoint, staging)
+    files = _copy_files(plan, staging)
     manifest = Manifest(
         version=VERSION,
         alignment=ALIGNMENT,
@@ -142,18 +149,20 @@ def _write(
     return manifest
 
 
-def _copy_files(
-    source: SourceFolder, checkpoint: Checkpoint, staging: Path
-) -> tuple[CopiedFile, ...]:
+def _copy_files(plan: ConvertPlan, staging: Path) -> tuple[CopiedFile, ...]:
     files = []
-    for name in copied_file_names(source.path):
-        if name == "config.json" and checkpoint.config is not None:
-            data = config_text(checkpoint.config).encode()
-        else:
-            data = (source.path / name).read_bytes()
+    for name in copied_file_names(plan.source.path):
+        data = copied_file_bytes(plan, name)
         write_file(staging / name, data)
         files.append(CopiedFile(name, len(data), digest_bytes(data)))
     return tuple(files)
+
+
+def copied_file_bytes(plan: ConvertPlan, name: str) -> bytes:
+    """A copied file as the pack has it: the source's bytes, or the config that convert changed."""
+    if name == "config.json" and plan.checkpoint.config is not None:
+        return config_text(plan.checkpoint.config).encode()
+    return (plan.source.path / name).read_bytes()
 
 
 def copied_file_names(folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ quantization; nothing of it is evaluated before its expert modules have been rep
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +28,7 @@ from moepack.runtime.reading import RecordReader
 from moepack.runtime.shared import SharedWeights, load_shared
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.streamed import StreamedExperts
+from moepack.runtime.tokenizer import load_tokenizer
 
 __all__ = ["Engine", "load", "load_engine", "load_model"]
 
@@ -71,9 +71,10 @@ def load(
     """The pair `(model, tokenizer)` that `mlx_lm.load` gives, for the pack at this path.
 
     `memory` bounds all that the process uses: bytes as an int, "6GB", or "auto" for what the
-    machine has. `expert_cache` bounds the resident experts alone: a size, "all", or None for what
-    `memory` leaves. Raises SourceError (no pack, no tokenizer), FormatError (a damaged pack),
-    BudgetError (naming the smallest value that works).
+    machine has. `expert_cache` bounds the resident experts alone: a size, "all", "floor" (top-k
+    experts a layer, the fewest that work), or None for what `memory` leaves. Raises SourceError
+    (no pack, no tokenizer), FormatError (a damaged pack), BudgetError (naming the smallest value
+    that works).
     """
     engine = load_engine(pack, memory=memory, expert_cache=expert_cache)
     return engine.model, engine.tokenizer()
@@ -109,7 +110,7 @@ def load_engine(
     cache: int | str | None = expert_cache
     if cache == "auto":
         cache = None
-    elif cache is not None and cache != "all":
+    elif cache not in (None, "all", "floor"):
         cache = _size(cache, "expert_cache")
 
     model, config = _build_model(opened)
@@ -158,17 +159,6 @@ def load_engine(
             layers.append(streamed)
     model.eval()
     return Engine(opened, model, config, plan, tuple(layers), shared)
-
-
-def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """The tokenizer beside a pack or checkpoint. Its code, if it names any, does not run."""
-    try:
-        return mlx_lm.utils.load_tokenizer(
-            path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-        )
-    except Exception as error:  # tokenizer classes raise anything
-        reason = " ".join(str(error).split())[:300]
-        raise SourceError(f"{path}: no usable tokenizer ({reason})") from error
 
 
 def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:

@@ -62,7 +62,8 @@ def plan_memory(
     """Slots for each module within the bounds given, all of equal number where they fit.
 
     `memory` bounds everything (None: `available`); `expert_cache` bounds the slots: bytes, "all",
-    or None for what `memory` leaves. A stated expert cache is not bounded by `available`.
+    "floor" (top-k slots a layer), or None for what `memory` leaves. A stated expert cache is not
+    bounded by `available`.
     Raises BudgetError, naming the smallest value that works, when top-k slots a layer do not fit.
     """
     fixed = needs.shared + needs.kv + needs.prefill + MLX_CACHE_NBYTES + needs.base
@@ -89,6 +90,8 @@ def plan_memory(
                 f"{format_size(bounds[0])} for it; raise --memory or give a smaller cache"
             )
         bounds.append(whole)
+    elif expert_cache == "floor":
+        bounds.append(floor_nbytes)
     elif isinstance(expert_cache, int):
         if expert_cache < floor_nbytes:
             raise BudgetError(

@@ -1,0 +1,1 @@
+"""The `moepack` command, one module a subcommand; benchmarks; the demo."""

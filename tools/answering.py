@@ -1,0 +1,184 @@
+"""One prompt to one answer with a loaded pack, and what it cost."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from moepack.formats.errors import SourceError
+from moepack.formats.sizes import format_size
+from moepack.runtime.loading import Engine
+from moepack.tools.reporting import peak_memory
+
+__all__ = ["Answer", "Sampling", "answer", "prompt_tokens", "statistics", "statistics_line"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens and keep the past, by mlx-lm's names and defaults."""
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    prefill_step_size: int = 2048
+    max_kv_size: int | None = None
+    kv_bits: int | None = None
+
+    def generate_options(self) -> dict[str, Any]:
+        """Keyword arguments for mlx-lm's stream_generate."""
+        options: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "sampler": make_sampler(
+                temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k
+            ),
+            "logits_processors": make_logits_processors(repetition_penalty=self.repetition_penalty),
+            "prefill_step_size": self.prefill_step_size,
+            "max_kv_size": self.max_kv_size,
+        }
+        if self.kv_bits is not None:
+            options |= {"kv_bits": self.kv_bits, "quantized_kv_start": 0}
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What mlx-lm reported when the answer ended."""
+
+    text: str
+    finish_reason: str
+    n_prompt_tokens: int
+    n_tokens: int
+    prompt_tps: float
+    generation_tps: float
+    tokens: list[int] = field(default_factory=list)
+
+
+def prompt_tokens(
+    tokenizer: TokenizerWrapper,
+    messages: list[dict[str, str]],
+    *,
+    use_template: bool,
+    template_args: dict[str, Any] | None = None,
+) -> list[int]:
+    """The tokens of a conversation; without a template, of its last message alone.
+
+    Raises SourceError when the template refuses the conversation or nothing is left to send.
+    """
+    if use_template:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **(template_args or {})
+            )
+        except Exception as error:  # templates are programs: they raise anything
+            reason = " ".join(str(error).split())
+            raise SourceError(f"the chat template refused the conversation: {reason}") from error
+    else:
+        text = messages[-1]["content"]
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_template)
+    if not tokens and tokenizer.bos_token_id is not None:
+        tokens = [tokenizer.bos_token_id]
+    if not tokens:
+        raise SourceError("the prompt is empty and the model has no token that begins a text")
+    return tokens
+
+
+def answer(
+    engine: Engine,
+    tokenizer: TokenizerWrapper,
+    tokens: list[int],
+    sampling: Sampling,
+    show: Callable[[str], object],
+    **options: Any,
+) -> Answer:
+    """Generate; `show` gets each piece of text as it comes. `options` go to stream_generate."""
+    pieces: list[str] = []
+    out: list[int] = []
+    last = None
+    for last in stream_generate(
+        engine.model,
+        tokenizer,
+        mx.array(tokens),
+        **sampling.generate_options(),
+        **options,
+    ):
+        if last.text:
+            show(last.text)
+            pieces.append(last.text)
+        if last.finish_reason is None or last.finish_reason == "length":
+            out.append(last.token)
+    assert last is not None  # stream_generate ends with a response of its own
+    return Answer(
+        text="".join(pieces),
+        finish_reason=last.finish_reason or "length",
+        n_prompt_tokens=last.prompt_tokens,
+        n_tokens=last.generation_tokens,
+        prompt_tps=last.prompt_tps,
+        generation_tps=last.generation_tps,
+        tokens=out,
+    )
+
+
+def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
+    """The object that `run --json` prints."""
+    prefill, decode = engine.counters()
+    both = [prefill, decode]
+    hits, misses = sum(c.hits for c in both), sum(c.misses for c in both)
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.n_prompt_tokens,
+        "generation_tokens": result.n_tokens,
+        "prompt_tps": result.prompt_tps,
+        "generation_tps": result.generation_tps,
+        "load_s": load_s,
+        "peak_memory_bytes": peak_memory(),
+        "planned_memory_bytes": engine.plan.total,
+        "mode": "resident" if engine.plan.is_resident else "streamed",
+        "experts": {
+            "slots_per_layer": max(engine.plan.slots_per_layer),
+            "cache_bytes": engine.plan.slots,
+            "hits": hits,
+            "misses": misses,
+            "hit_rate": hits / (hits + misses) if hits + misses else None,
+            "bytes_read": sum(c.bytes_read for c in both),
+            "read_s": sum(c.read_s for c in both),
+            "evictions": sum(c.evictions for c in both),
+            "prefill": prefill.as_map(),
+            "decode": decode.as_map(),
+        },
+    }
+
+
+def statistics_line(figures: dict[str, Any]) -> str:
+    """The same for a person, in one line."""
+    experts = figures["experts"]
+    parts = [
+        f"prompt {figures['prompt_tokens']} tokens, {figures['prompt_tps']:.1f} tokens/s",
+        f"answer {figures['generation_tokens']} tokens, {figures['generation_tps']:.1f} tokens/s",
+    ]
+    if figures["mode"] == "streamed":
+        parts.append(
+            f"{experts['slots_per_layer']} experts a layer in memory, "
+            f"hit rate {100 * (experts['hit_rate'] or 0):.1f} %, "
+            f"{format_size(experts['bytes_read'])} read"
+        )
+    else:
+        parts.append("all experts in memory")
+    parts.append(
+        f"peak memory {format_size(figures['peak_memory_bytes'])} "
+        f"(planned {format_size(figures['planned_memory_bytes'])})"
+    )
+    return "; ".join(parts)
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """One line of JSON."""
+    return json.dumps(figures, ensure_ascii=False)

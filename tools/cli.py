@@ -1,0 +1,86 @@
+"""The `moepack` command: its group, its exit codes, its one-line errors.
+
+Command modules import MLX and the models inside their functions, so that help needs neither.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from moepack.formats.errors import MoepackError
+from moepack.tools.options import DEBUG_KEY
+
+__all__ = ["COMMANDS", "cli", "main"]
+
+COMMANDS = ("convert", "run", "verify", "inspect")
+
+
+class CommandGroup(click.Group):
+    """Finds a subcommand as `command` in the module of its name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The subcommands in the order of a newcomer's path."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand of this name, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"moepack.tools.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moepack")
+def cli() -> None:
+    """Run Mixture-of-Experts language models bigger than memory, bit for bit."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 done, 1 failed, 2 usage, 130 interrupted."""
+    context = None
+    try:
+        args = list(sys.argv[1:] if arguments is None else arguments)
+        context = cli.make_context("moepack", args)
+        with context:
+            result = cli.invoke(context)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("moepack: interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left; keep the interpreter from failing again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MoepackError as error:
+        return _fail(str(error), context)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", context)
+    except MemoryError:
+        return _fail("out of memory; give a smaller --memory", context)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return _fail(f"unexpected {text} (--debug shows where)", context)
+
+
+def _fail(text: str, context: click.Context | None) -> int:
+    if context is not None and context.meta.get(DEBUG_KEY):
+        traceback.print_exc()
+    click.echo(f"moepack: error: {' '.join(text.split())}", err=True)
+    return 1
+
+
+def entry_point() -> None:
+    """What the installed script calls."""
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""`moepack convert`: a checkpoint to a pack."""
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from moepack.formats.sizes import format_size
+from moepack.tools.options import debug_option, json_option
+from moepack.tools.reporting import note, progress
+
+__all__ = ["command", "default_pack"]
+
+
+@click.command("convert")
+@click.argument("source")
+@click.argument("pack", required=False, type=click.Path(path_type=Path))
+@click.option("-q", "--quantize", is_flag=True, help="Quantize, as mlx_lm.convert does.")
+@click.option("--q-bits", type=click.IntRange(2, 8), help="Bits per weight.")
+@click.option("--q-group-size", type=click.IntRange(1), help="Weights per scale.")
+@click.option(
+    "--q-mode",
+    type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]),
+    default="affine",
+    show_default=True,
+    help="Quantization mode.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    help="Cast what is not quantized.",
+)
+@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing pack, when done.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and stop.")
+@json_option
+@debug_option
+def command(
+    source: str,
+    pack: Path | None,
+    quantize: bool,
+    q_bits: int | None,
+    q_group_size: int | None,
+    q_mode: str,
+    dtype: str | None,
+    revision: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Rewrite a checkpoint as a pack.
+
+    SOURCE is a folder with an MLX or Hugging Face checkpoint, or org/name from the Hugging Face
+    cache or hub. PACK defaults to the source's name with .moepack in this folder.
+    """
+    if not quantize and (q_bits, q_group_size, q_mode) != (None, None, "affine"):
+        raise click.UsageError("--q-bits, --q-group-size and --q-mode need -q")
+    from moepack.packer.checkpoint import ConvertOptions
+    from moepack.packer.convert import convert, plan_convert, summary
+    from moepack.packer.publishing import check_destination
+    from moepack.packer.source import open_source
+
+    destination = pack if pack is not None else default_pack(source)
+    if not dry_run:
+        check_destination(destination, overwrite)
+    started = time.perf_counter()
+    options = ConvertOptions(quantize, q_bits, q_group_size, q_mode, dtype)
+    plan = plan_convert(open_source(source, revision), options)
+    for warning in plan.warnings:
+        note(f"warning: {warning}")
+    result = {
+        "pack": str(destination),
+        "nbytes": plan.nbytes,
+        "n_modules": len(plan.modules),
+        "n_experts": max(m.n_experts for m in plan.modules),
+        "dropped": dict(plan.checkpoint.dropped),
+    }
+    if not as_json:
+        note(summary(plan))
+        for name, nbytes in plan.checkpoint.dropped.items():
+            note(f"  left out: {name} ({nbytes:,} bytes)")
+    if not dry_run:
+        with progress("convert", plan.nbytes) as advance:
+            manifest = convert(plan, destination, overwrite=overwrite, advance=advance)
+        result["pack_id"] = manifest.pack_id
+    result["elapsed_s"] = time.perf_counter() - started
+    if as_json:
+        click.echo(json.dumps(result))
+    elif dry_run:
+        click.echo(f"{destination}: would have {format_size(plan.nbytes)}; nothing was written")
+    else:
+        click.echo(f"{destination}: {format_size(plan.nbytes)} in {result['elapsed_s']:.1f} s")
+
+
+def default_pack(source: str) -> Path:
+    """`NAME.moepack` in the current folder, NAME being the source's."""
+    path = Path(source)
+    name = path.resolve().name if path.exists() else path.name
+    return Path(f"{name}.moepack")

@@ -1,0 +1,16 @@
+"""A pack named on the command line: a path, or `org/name` from the Hugging Face cache or hub."""
+
+from pathlib import Path
+
+from moepack.formats.pack import Pack
+from moepack.packer.source import find_folder
+
+__all__ = ["open_pack"]
+
+
+def open_pack(text: str) -> Pack:
+    """The opened pack; a path that exists wins. Raises SourceError, FormatError."""
+    if Path(text).exists():
+        return Pack.open(text)
+    folder, _, _ = find_folder(text)
+    return Pack.open(folder)

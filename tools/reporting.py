@@ -1,0 +1,38 @@
+"""What goes to stderr while work goes on: progress on a terminal, notes, and peak memory."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from tqdm import tqdm
+
+from moepack.formats.progress import Advance
+
+__all__ = ["note", "peak_memory", "progress"]
+
+
+def note(text: str) -> None:
+    """A line for a person, on stderr."""
+    click.echo(text, err=True)
+
+
+@contextmanager
+def progress(what: str, nbytes: int) -> Iterator[Advance]:
+    """A bar of bytes on stderr, if that is a terminal."""
+    with tqdm(
+        total=nbytes,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        yield bar.update
+
+
+def peak_memory() -> int:
+    """The most RAM this process has had so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,199 @@
+"""`moepack run`: answer a prompt, or chat, from a pack."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moepack.tools.options import (
+    JsonObject,
+    debug_option,
+    expert_cache_option,
+    json_option,
+    memory_option,
+)
+from moepack.tools.reporting import note
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from moepack.runtime.loading import Engine
+    from moepack.tools.answering import Sampling
+
+__all__ = ["command"]
+
+
+@click.command("run")
+@click.argument("pack")
+@click.option("-p", "--prompt", metavar="TEXT|-", help="The message; - reads it from stdin.")
+@click.option("--system-prompt", metavar="TEXT", help="A system message before it.")
+@click.option(
+    "-m", "--max-tokens", type=int, default=256, show_default=True, help="-1: without limit."
+)
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True)
+@click.option("--top-k", type=click.IntRange(0), default=0, help="0: off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True)
+@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True))
+@click.option("--seed", type=int, help="Same seed, same answer.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Prompt tokens per call.",
+)
+@click.option("--max-kv-size", type=click.IntRange(1), help="Keep at most so many past tokens.")
+@click.option("--kv-bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize KV.")
+@click.option(
+    "--prompt-cache-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Save the prompt's KV cache there, or reuse it.",
+)
+@click.option("--chat-template-args", type=JsonObject(), metavar="JSON", help="For the template.")
+@click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
+@memory_option
+@expert_cache_option
+@json_option
+@debug_option
+def command(
+    pack: str,
+    prompt: str | None,
+    system_prompt: str | None,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    repetition_penalty: float | None,
+    seed: int | None,
+    prefill_step_size: int,
+    max_kv_size: int | None,
+    kv_bits: str | None,
+    prompt_cache_file: Path | None,
+    chat_template_args: dict[str, Any] | None,
+    ignore_chat_template: bool,
+    memory: int | str,
+    expert_cache: int | str,
+    as_json: bool,
+) -> None:
+    """Answer a prompt from a pack.
+
+    The answer goes to stdout, statistics to stderr. Without --prompt, on a terminal, every line
+    typed is answered; otherwise stdin is the prompt.
+    """
+    if max_tokens == 0 or max_tokens < -1:
+        raise click.BadParameter("a positive number, or -1 for no limit", param_hint="--max-tokens")
+    is_chat = prompt is None and sys.stdin.isatty()
+    if is_chat and as_json:
+        raise click.UsageError("--json needs --prompt")
+    if not is_chat and (prompt is None or prompt == "-"):
+        prompt = sys.stdin.read()
+
+    import mlx.core as mx
+
+    from moepack.runtime.loading import load_engine
+    from moepack.tools.answering import Sampling
+    from moepack.tools.packs import open_pack
+
+    if seed is not None:
+        mx.random.seed(seed)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temp=temp,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        prefill_step_size=prefill_step_size,
+        max_kv_size=max_kv_size,
+        kv_bits=int(kv_bits) if kv_bits else None,
+    )
+    started = time.perf_counter()
+    engine = load_engine(
+        open_pack(pack), memory=memory, expert_cache=expert_cache, prefill_step=prefill_step_size
+    )
+    tokenizer = engine.tokenizer()
+    load_s = time.perf_counter() - started
+    use_template = tokenizer.has_chat_template and not ignore_chat_template
+    if not use_template and not ignore_chat_template:
+        note("no chat template in the pack: the raw prompt is sent")
+    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        return _ask(
+            engine,
+            tokenizer,
+            messages,
+            sampling,
+            use_template=use_template,
+            template_args=chat_template_args,
+            cache_file=prompt_cache_file,
+            load_s=load_s,
+            as_json=as_json,
+        )
+
+    if not is_chat:
+        assert prompt is not None
+        ask([*system, {"role": "user", "content": prompt}])
+        return
+    messages = system
+    for line in _lines():
+        messages = [*messages, {"role": "user", "content": line}]
+        messages = [*messages, {"role": "assistant", "content": ask(messages)}]
+
+
+def _ask(
+    engine: "Engine",
+    tokenizer: "TokenizerWrapper",
+    messages: list[dict[str, str]],
+    sampling: "Sampling",
+    *,
+    use_template: bool,
+    template_args: dict[str, Any] | None,
+    cache_file: Path | None,
+    load_s: float,
+    as_json: bool,
+) -> str:
+    from moepack.tools import answering
+    from moepack.tools.prompt_cache import open_prompt_cache
+
+    tokens = answering.prompt_tokens(
+        tokenizer, messages, use_template=use_template, template_args=template_args
+    )
+    options: dict[str, Any] = {}
+    if cache_file is not None:
+        cache, n_cached, what = open_prompt_cache(cache_file, engine, tokens, sampling)
+        note(what)
+        options["prompt_cache"] = cache
+        tokens = tokens[n_cached:]
+
+    def show(text: str) -> None:
+        if not as_json:
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+
+    result = answering.answer(engine, tokenizer, tokens, sampling, show, **options)
+    figures = answering.statistics(engine, result, load_s)
+    if as_json:
+        click.echo(answering.as_json(figures))
+    else:
+        click.echo()
+        note(answering.statistics_line(figures))
+    return result.text
+
+
+def _lines() -> Iterator[str]:
+    """Lines typed at a prompt, empty ones left out, until the end of input."""
+    note("Type a message; Ctrl-D ends.")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            click.echo()
+            return
+        if line:
+            yield line
