@@ -88,9 +88,16 @@ class StreamedExperts(nn.Module):
             mx.eval(y)
         return y
 
+    @property
+    def n_experts(self) -> int:
+        """How many experts the layer has on disk."""
+        return self._slots.n_experts
+
     def preload(self, experts: Sequence[int]) -> None:
-        """Read experts into free slots, outside any call. Raises FormatError."""
-        self._read(list(experts), experts, Counters())
+        """Read absent experts into slots, outside any call and count. Raises FormatError."""
+        misses = [e for e in experts if e not in self._slots.slot_of]
+        if misses:
+            self._read(misses, experts, Counters())
 
     def close(self) -> None:
         """Close the layer's file."""

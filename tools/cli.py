@@ -16,7 +16,7 @@ from moepack.tools.options import DEBUG_KEY
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("convert", "run", "verify", "inspect")
+COMMANDS = ("convert", "run", "verify", "inspect", "bench")
 
 
 class CommandGroup(click.Group):
