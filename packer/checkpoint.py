@@ -27,6 +27,7 @@ from mlx_lm.models.switch_layers import (
 
 from moepack.formats.errors import SourceError
 from moepack.formats.manifest import Quantization
+from moepack.packer.configs import lift_config
 from moepack.packer.source import SourceFolder
 from moepack.packer.tensors import MLX_DTYPE_NAMES, CopiedTensor, DerivedTensor, TensorBytes
 
@@ -128,9 +129,19 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
         modules=tuple(experts),
         shared={n: locate(parameters[n]) for n in sorted(parameters, key=natural_key)},
         quantization=quantization,
-        config=config if options.as_map() else None,
+        config=_changed_config(source, config, options),
         dropped=dropped,
     )
+
+
+def _changed_config(
+    source: SourceFolder, loaded: dict[str, Any], options: ConvertOptions
+) -> dict[str, Any] | None:
+    """The config that the pack must have in place of the source's own; None to keep that."""
+    if options.as_map():
+        return loaded
+    lifted = lift_config(source.config)
+    return lifted if lifted != source.config else None
 
 
 def load_source_model(
@@ -199,7 +210,7 @@ def _load_lazily(
         return NotingModel, args_class
 
     with tempfile.TemporaryDirectory() as folder, mx.stream(mx.cpu):
-        _link_source(source, Path(folder))
+        _link_source(source, lift_config(source.config), Path(folder))
         try:
             model, config = mlx_lm.utils.load_model(
                 Path(folder), lazy=True, strict=True, get_model_classes=noting_classes
@@ -214,11 +225,12 @@ def _load_lazily(
     return model, config, loaded
 
 
-def _link_source(source: SourceFolder, folder: Path) -> None:
+def _link_source(source: SourceFolder, config: Mapping[str, Any], folder: Path) -> None:
     """A view of the source with the listed shards alone: mlx-lm takes every model*.safetensors."""
+    (folder / "config.json").write_text(config_text(config))
     for index, shard in enumerate(source.shards):
         (folder / f"model-{index:05d}.safetensors").symlink_to(shard.resolve())
-    for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
+    for name in ("generation_config.json", "hf_quant_config.json"):
         if (source.path / name).is_file():
             (folder / name).symlink_to((source.path / name).resolve())
 

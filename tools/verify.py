@@ -11,6 +11,7 @@ import click
 from moepack.formats.digests import Mismatch, check_digests
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import Pack
+from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.tools.options import debug_option, json_option, memory_option
 from moepack.tools.reporting import note, progress
@@ -18,7 +19,7 @@ from moepack.tools.reporting import note, progress
 if TYPE_CHECKING:
     from moepack.tools.logits import LogitsComparison
 
-__all__ = ["command", "verify_logits"]
+__all__ = ["command", "compare_bytes", "verify_logits"]
 
 # Long enough to leave every window and fill every expert's row at least once in small models.
 DEFAULT_N_TOKENS = 128
@@ -74,7 +75,8 @@ def command(
         mismatches = list(check_digests(opened, advance))
     logits = None
     if source is not None:
-        mismatches += _compare_bytes(opened, source, nbytes)
+        with progress("bytes", nbytes) as advance:
+            mismatches += compare_bytes(opened, source, advance)
         text = text_file.read_text(encoding="utf-8") if text_file is not None else prompt
         logits = verify_logits(opened, source, text, memory)
     logits_ok = logits is None or (
@@ -94,14 +96,14 @@ def command(
     return 0 if figures["ok"] else 1
 
 
-def _compare_bytes(pack: Pack, source: str, nbytes: int) -> Iterator[Mismatch]:
+def compare_bytes(pack: Pack, source: str, advance: Advance = silent) -> Iterator[Mismatch]:
+    """Every difference between the pack and what its source gives with the recorded options."""
     from moepack.packer.comparing import compare, recorded_options
     from moepack.packer.convert import plan_convert
     from moepack.packer.source import open_source
 
     plan = plan_convert(open_source(source), recorded_options(pack))
-    with progress("bytes", nbytes) as advance:
-        yield from compare(pack, plan, advance)
+    yield from compare(pack, plan, advance)
 
 
 def verify_logits(
