@@ -12,15 +12,21 @@ from moepack.formats.codec import decode
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import MAX_MANIFEST_NBYTES, ExpertModule, Manifest
 
-__all__ = ["MANIFEST_NAME", "SHARED_NAME", "Pack", "is_pack"]
+__all__ = ["MANIFEST_NAME", "SHARED_NAME", "TOKENIZER_FILES", "Pack", "has_tokenizer", "is_pack"]
 
 MANIFEST_NAME = "manifest.msgpack"
 SHARED_NAME = "shared.bin"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json")
 
 
 def is_pack(path: Path) -> bool:
     """Whether `path` is a folder with a manifest in it."""
     return (path / MANIFEST_NAME).is_file()
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a pack or checkpoint folder has a file that can be a tokenizer."""
+    return any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,9 @@ def _load_lazily(
             _cast(model, DTYPES[options.dtype])
         if options.quantize:
             config = _quantize(source, model, config, options)
-    return model, config, loaded
+        arrays = dict(loaded)
+        loaded.clear()  # the class above lives until the garbage collector finds its cycles
+    return model, config, arrays
 
 
 def _link_source(source: SourceFolder, config: Mapping[str, Any], folder: Path) -> None:

@@ -39,7 +39,7 @@ def _argument_fields(config: Mapping[str, Any]) -> set[str]:
         return set()
     try:
         model_class, _ = mlx_lm.utils._get_classes(dict(config))
-    except ValueError:  # no such model type: the loader says so, or the outer type builds it
+    except (ValueError, AttributeError):  # no such type: the loader says so, or the outer builds it
         return set()
     module = importlib.import_module(model_class.__module__)
     return {

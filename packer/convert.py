@@ -20,12 +20,12 @@ from moepack.formats.manifest import (
     Shard,
     Source,
 )
-from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME
+from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.packer.checkpoint import Checkpoint, ConvertOptions, config_text, understand
 from moepack.packer.publishing import check_destination, staging_folder, write_file
-from moepack.packer.source import SourceFolder, same_file
+from moepack.packer.source import COPIED_PATTERNS, SourceFolder, same_file
 from moepack.packer.writing import (
     lay_out_module,
     planned_nbytes,
@@ -41,18 +41,6 @@ __all__ = [
     "plan_convert",
     "summary",
 ]
-
-# What a tokenizer or generation needs, as mlx-lm fetches it, and licences. No code, no weights.
-COPIED_PATTERNS = (
-    "*.json",
-    "*.jsonl",
-    "*.jinja",
-    "*.txt",
-    "*.tiktoken",
-    "tokenizer.model",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ def plan_convert(source: SourceFolder, options: ConvertOptions) -> ConvertPlan:
     warnings = [
         f"{stray.name} is not listed in the index and is left out" for stray in source.stray
     ]
-    if not any(any(source.path.glob(p)) for p in ("tokenizer.json", "tokenizer.model", "*.tik*")):
+    if not has_tokenizer(source.path):
         warnings.append("the source has no tokenizer; moepack run needs one")
     nbytes = planned_nbytes(list(modules), dict(checkpoint.shared))
     return ConvertPlan(source, options, checkpoint, modules, nbytes, tuple(warnings))

@@ -40,7 +40,7 @@ def staging_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
     staging = destination.parent / f".{destination.name}.partial"
     try:
         staging.mkdir(exist_ok=True)
-        lock = os.open(staging, os.O_RDONLY)
+        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise SourceError(f"{staging}: {error.strerror}") from error
     try:
@@ -76,7 +76,7 @@ def _rename(staging: Path, destination: Path) -> None:
     destination.rename(old)
     try:
         staging.rename(destination)
-    except OSError:
+    except BaseException:
         old.rename(destination)
         raise
     fsync_folder(parent)

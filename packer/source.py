@@ -5,20 +5,44 @@ Knows safetensors headers and index files; knows nothing of models. No tensor da
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HFValidationError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from safetensors import SafetensorError, safe_open
 
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import tensor_nbytes
 
-__all__ = ["SourceFolder", "TensorRange", "find_folder", "open_source", "read_json"]
+__all__ = [
+    "COPIED_PATTERNS",
+    "SourceFolder",
+    "TensorRange",
+    "find_folder",
+    "open_source",
+    "read_json",
+]
 
+# What a tokenizer or generation needs, as mlx-lm fetches it, and licences. No code, no weights.
+COPIED_PATTERNS = (
+    "*.json",
+    "*.jsonl",
+    "*.jinja",
+    "*.txt",
+    "*.tiktoken",
+    "tokenizer.model",
+    "LICENSE*",
+    "NOTICE*",
+)
+SOURCE_PATTERNS = (*COPIED_PATTERNS, "*.safetensors")
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_NBYTES = 64 * 2**20  # a config or index; the largest known index has 12 MB
 
@@ -56,10 +80,13 @@ class SourceFolder:
         return sum(shard.stat().st_size for shard in self.shards)
 
 
-def find_folder(text: str, revision: str | None = None) -> tuple[Path, str | None, str | None]:
+def find_folder(
+    text: str, revision: str | None = None, patterns: Sequence[str] = SOURCE_PATTERNS
+) -> tuple[Path, str | None, str | None]:
     """(folder, repository, commit) of a path, or of `org/name` from the Hugging Face cache or hub.
 
-    A path that exists wins. Raises SourceError when neither is there.
+    A path that exists wins; of a repository only files that match `patterns` are fetched. Raises
+    SourceError when neither is there.
     """
     path = Path(text).expanduser()
     if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
@@ -68,16 +95,28 @@ def find_folder(text: str, revision: str | None = None) -> tuple[Path, str | Non
             raise SourceError(f"{text}: {what}")
         return path, None, None
     try:
-        try:
-            folder = snapshot_download(text, revision=revision, local_files_only=True)
-        except LocalEntryNotFoundError:
-            folder = snapshot_download(text, revision=revision)
+        folder = _snapshot(text, revision, patterns)
     except (OSError, ValueError, HFValidationError, OfflineModeIsEnabled) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceError(
             f"{text}: no such folder, nor in the Hugging Face cache, nor on the hub ({reason})"
         ) from error
     return Path(folder), text, Path(folder).name
+
+
+def _snapshot(repository: str, revision: str | None, patterns: Sequence[str]) -> str:
+    """The cached folder of a repository, fetched where the cache has none."""
+    options = {"revision": revision, "allow_patterns": list(patterns)}
+    try:
+        return snapshot_download(repository, local_files_only=True, **options)
+    except LocalEntryNotFoundError as incomplete:
+        try:
+            return snapshot_download(repository, **options)
+        except (OSError, OfflineModeIsEnabled):
+            # Other tools fetch other files; what is needed is checked file by file later.
+            if isinstance(incomplete, IncompleteSnapshotError):
+                return incomplete.snapshot_path
+            raise
 
 
 def open_source(text: str, revision: str | None = None) -> SourceFolder:
@@ -148,10 +187,10 @@ def _read_header(path: Path, *, listed: bool) -> dict[str, TensorRange]:
         raise SourceError(f"{path}: no such shard; {hint}")
     try:
         with safe_open(path, framework="numpy"):
-            pass  # validates: no overlap, no hole, no duplicate, no trailing byte
+            pass  # validates: no overlap, no hole, no trailing byte
         with path.open("rb") as file:
             (nbytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(nbytes))
+            header = json.loads(file.read(nbytes), object_pairs_hook=_without_duplicates)
     except (OSError, SafetensorError, ValueError) as error:
         raise SourceError(f"{path}: damaged or cut safetensors file ({error})") from error
     start = 8 + nbytes
@@ -164,6 +203,14 @@ def _read_header(path: Path, *, listed: bool) -> dict[str, TensorRange]:
         tensor_nbytes(f"{path}: tensor {name!r}", entry["dtype"], shape)
         tensors[name] = TensorRange(path, entry["dtype"], shape, start + begin, end - begin)
     return tensors
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; safetensors 0.8 takes one with a key twice."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key occurs twice in the header")
+    return entries
 
 
 def _check_quantized_groups(tensors: Mapping[str, TensorRange]) -> None:

@@ -16,11 +16,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.formats.errors import FormatError, SourceError
-from moepack.formats.manifest import Manifest
+from moepack.formats.manifest import ExpertModule, Manifest
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
 from moepack.runtime.banks import Banks
 from moepack.runtime.counters import Counters, add
+from moepack.runtime.half import compute_in_float32, needs_float32
 from moepack.runtime.machine import available_memory, resident_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ShapeProbe, measure_shape
@@ -40,7 +41,8 @@ DEFAULT_PREFILL_STEP = 2048
 class Engine:
     """A loaded pack: the model, what it was planned to use, and its streamed layers.
 
-    `layers` is empty when every expert is resident.
+    `layers` is empty when every expert is resident. `is_widened`: half-precision experts are
+    computed in float32, since this backend cannot do otherwise.
     """
 
     pack: Pack
@@ -49,6 +51,7 @@ class Engine:
     plan: MemoryPlan
     layers: tuple[StreamedExperts, ...]
     shared: SharedWeights
+    is_widened: bool
 
     def counters(self) -> tuple[Counters, Counters]:
         """(prefill, decode), summed over layers."""
@@ -115,6 +118,8 @@ def load_engine(
 
     model, config = _build_model(opened)
     stock = {module.path: _module_at(model, module.path) for module in manifest.modules}
+    for module in manifest.modules:
+        _check_parts(module, stock[module.path])
     shared = load_shared(opened)
     _put_shared(model, manifest, shared)
 
@@ -138,13 +143,15 @@ def load_engine(
     )
     mx.set_cache_limit(plan.mlx_cache)
 
+    is_widened = any(needs_float32(m) for m in stock.values())
     layers = []
     pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
         n_slots = plan.slots_per_layer[index]
         reader = RecordReader(opened, index, pool)
         banks = Banks(module, n_slots)
-        _put_banks(stock[module.path], banks)
+        stock[module.path].load_weights(list(banks.arrays.items()), strict=False)
+        compute_in_float32(stock[module.path])
         if n_slots == module.n_experts and not keep_streaming:
             for start in range(0, n_slots, 64):
                 experts = range(start, min(start + 64, n_slots))
@@ -158,7 +165,7 @@ def load_engine(
             _replace(model, module.path, streamed)
             layers.append(streamed)
     model.eval()
-    return Engine(opened, model, config, plan, tuple(layers), shared)
+    return Engine(opened, model, config, plan, tuple(layers), shared, is_widened)
 
 
 def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
@@ -225,8 +232,23 @@ def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> 
     model.load_weights(list(shared.arrays.items()), strict=False)
 
 
-def _put_banks(stock: nn.Module, banks: Banks) -> None:
-    stock.load_weights(list(banks.arrays.items()), strict=False)
+def _check_parts(module: ExpertModule, stock: nn.Module) -> None:
+    """The pack's parts are the model's parameters, of the same shapes. Raises FormatError."""
+    packed = {part.name: (module.n_experts, *part.shape) for part in module.parts}
+    wanted = {name: tuple(array.shape) for name, array in tree_flatten(stock.parameters())}
+    for name in packed:
+        if name not in wanted:
+            raise FormatError(f"module {module.path!r} part {name!r}: the model has no such part")
+        if packed[name][0] != wanted[name][0]:
+            raise FormatError(
+                f"module {module.path!r}: {module.n_experts} experts, the model wants "
+                f"{wanted[name][0]}"
+            )
+        if packed[name] != wanted[name]:
+            raise FormatError(
+                f"module {module.path!r} part {name!r}: shape {packed[name]}, the model wants "
+                f"{wanted[name]}"
+            )
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module:

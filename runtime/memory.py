@@ -13,6 +13,8 @@ __all__ = ["MemoryPlan", "Needs", "plan_memory"]
 MLX_CACHE_NBYTES = 64 * 10**6
 # What allocators and the interpreter take above what is counted.
 SLACK = 1.02
+# A process starts with more or less resident memory than the one that named a smallest value.
+START_VARIATION = 32 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def plan_memory(
         bound = available if memory is None else memory
         room = int(bound / SLACK) - fixed
         if room < floor_nbytes:
-            least = ceil_size(int((fixed + floor_nbytes) * SLACK) + 1)
+            least = ceil_size(int((fixed + floor_nbytes) * SLACK) + START_VARIATION)
             what = "the memory free here" if memory is None else "--memory"
             raise BudgetError(
                 f"{what} is {format_size(bound)}, too little for this model; "

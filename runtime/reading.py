@@ -22,6 +22,7 @@ class RecordReader:
         self.layer = layer
         self._path = pack.expert_file(self.module)
         self._pool = pool
+        self._fd = -1
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

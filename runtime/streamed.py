@@ -4,7 +4,7 @@ It answers a call `(x, indices)` by running the stock module on banks, with slot
 of expert numbers: the same kernels on the same bytes, so the same bits.
 
 Invariants. Bookkeeping stays on the calling thread. A slot is overwritten only when every graph
-that reads its bank has been evaluated: `_fence` is the newest such graph that may not have been.
+that reads its bank has been evaluated: `_unevaluated` holds the outputs that may not have been.
 """
 
 import time
@@ -24,8 +24,9 @@ from moepack.runtime.waves import Wave, plan_waves
 
 __all__ = ["StreamedExperts"]
 
-# A call of more tokens is evaluated at once: keeping its output as a fence would hold it in memory.
+# Outputs kept for the wait hold memory: a call of more tokens, or one call too many, waits at once.
 MAX_LAZY_TOKENS = 16
+MAX_LAZY_CALLS = 32
 
 
 class StreamedExperts(nn.Module):
@@ -40,7 +41,7 @@ class StreamedExperts(nn.Module):
         self._reader = reader
         self._banks = banks
         self._slots = slots
-        self._fence: mx.array | None = None
+        self._unevaluated: list[mx.array] = []
         self.counters = LayerCounters(Counters(), Counters())
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -82,10 +83,9 @@ class StreamedExperts(nn.Module):
         else:
             ids = self._slot_table()[flat]
         y: mx.array = self.stock(x, mx.array(ids.reshape(picked.shape)))
-        if n_tokens <= MAX_LAZY_TOKENS:
-            self._fence = y
-        else:
-            mx.eval(y)
+        self._unevaluated.append(y)
+        if n_tokens > MAX_LAZY_TOKENS or len(self._unevaluated) > MAX_LAZY_CALLS:
+            self._wait_for_graphs()
         return y
 
     @property
@@ -121,9 +121,9 @@ class StreamedExperts(nn.Module):
         counters.read_s += time.perf_counter() - started
 
     def _wait_for_graphs(self) -> None:
-        if self._fence is not None:
-            mx.eval(self._fence)
-            self._fence = None
+        if self._unevaluated:
+            mx.eval(self._unevaluated)
+            self._unevaluated.clear()
 
     def _slot_table(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
         """Slot by expert number; meaningless for experts that are not resident."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from moepack.formats.errors import SourceError
+from moepack.formats.pack import TOKENIZER_FILES, has_tokenizer
 
 __all__ = ["load_tokenizer"]
 
@@ -23,6 +24,8 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     where tokenizer_config.json states a generic class, the file is taken as it is. Raises
     SourceError when there is no usable tokenizer.
     """
+    if not has_tokenizer(path):
+        raise SourceError(f"{path}: no usable tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         if get_tokenizer_config(path).get("tokenizer_class") in GENERIC_CLASSES:

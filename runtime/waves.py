@@ -36,9 +36,12 @@ def plan_waves(
     n_passing = max(min(2, n_slots), n_slots // 4)
     staying = [e for e in best if e in slot_of][: n_slots - n_passing]
     held = {slot_of[e] for e in staying}
-    passing = [slot for slot in range(n_slots) if slot not in held]
-    half = len(passing) // 2
-    halves = [passing[half:], passing[:half]] if half else [passing, passing]
+    worth = {slot: scores[expert] for expert, slot in slot_of.items()}
+    passing = sorted(
+        (slot for slot in range(n_slots) if slot not in held), key=lambda s: worth.get(s, -1.0)
+    )  # the free ones first, then those whose experts are missed least
+    middle = (len(passing) + 1) // 2
+    halves = [passing[:middle], passing[middle:] or passing]
 
     # From the end backwards, so that the waves whose experts stay are full.
     reading = []

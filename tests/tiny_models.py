@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models
 
@@ -185,3 +186,56 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
         assert isinstance(loaded, dict)
         weights.update(loaded)
     return weights
+
+
+# Sliding windows in every second layer; experts with biases.
+GPT_OSS: dict[str, Any] = {
+    **COMMON,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+# Experts of two matrices with biases: SwitchMLP.
+PHIXTRAL: dict[str, Any] = {
+    "model_type": "phixtral",
+    "num_vocab": VOCAB,
+    "model_dim": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "rotary_dim": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+
+
+def per_expert(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The Hugging Face layout of qwen3_moe: one tensor an expert and projection."""
+    unstacked: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        if ".switch_mlp." in name:
+            for expert in range(array.shape[0]):
+                unstacked[name.replace(".switch_mlp.", f".experts.{expert}.")] = array[expert]
+        else:
+            unstacked[name] = array
+    return unstacked
+
+
+def run_prompt(
+    model: nn.Module, prompt: list[int], step: int = 2048, n_decoded: int = 6, cache: Any = None
+) -> mx.array:
+    """Logits `(len(prompt) + n_decoded, vocab)` of a prompt in chunks, then of a greedy answer."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    rows = []
+    for start in range(0, len(prompt), step):
+        rows.append(model(mx.array([prompt[start : start + step]]), cache=cache)[0])
+        mx.eval(rows[-1])
+    for _ in range(n_decoded):
+        token = mx.argmax(rows[-1][-1])
+        rows.append(model(token.reshape(1, 1), cache=cache)[0])
+        mx.eval(rows[-1])
+    return mx.concatenate(rows)

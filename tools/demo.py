@@ -13,6 +13,9 @@ from moepack.tools.reporting import note
 __all__ = ["DEMO_MODEL", "command"]
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+# Greedy, so small a model soon repeats itself; with a fixed seed the answer is always the same.
+TEMPERATURE = 0.7
+SEED = 0
 DEFAULT_PROMPT = "In the beginning"
 
 
@@ -39,6 +42,8 @@ def command(prompt: str, max_tokens: int, pack: Path | None) -> int:
 
 def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     """The three steps, each said and timed; returns the exit code."""
+    import mlx.core as mx
+
     from moepack.formats.digests import check_digests
     from moepack.formats.pack import Pack
     from moepack.packer.checkpoint import ConvertOptions
@@ -71,15 +76,16 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     load_s = time.perf_counter() - started
     slots, n_experts = max(engine.plan.slots_per_layer), pack.manifest.modules[0].n_experts
     note(f"run      {slots} of {n_experts} experts a layer, {format_size(engine.plan.slots)}\n")
+    mx.random.seed(SEED)
     tokens = answering.prompt_tokens(
         tokenizer, [{"role": "user", "content": prompt}], use_template=tokenizer.has_chat_template
     )
-    click.echo(prompt, nl=False)
+    click.echo(f"> {prompt}")
     result = answering.answer(
         engine,
         tokenizer,
         tokens,
-        answering.Sampling(max_tokens=max_tokens),
+        answering.Sampling(max_tokens=max_tokens, temp=TEMPERATURE),
         lambda text: click.echo(text, nl=False),
     )
     click.echo()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moepack.formats.pack import Pack
-from moepack.packer.source import find_folder
+from moepack.packer.source import COPIED_PATTERNS, find_folder
 
 __all__ = ["open_pack"]
 
@@ -12,5 +12,5 @@ def open_pack(text: str) -> Pack:
     """The opened pack; a path that exists wins. Raises SourceError, FormatError."""
     if Path(text).exists():
         return Pack.open(text)
-    folder, _, _ = find_folder(text)
+    folder, _, _ = find_folder(text, patterns=(*COPIED_PATTERNS, "*.msgpack", "*.bin"))
     return Pack.open(folder)

@@ -10,7 +10,9 @@ from tqdm import tqdm
 
 from moepack.formats.progress import Advance
 
-__all__ = ["note", "peak_memory", "progress"]
+__all__ = ["WIDENED", "note", "peak_memory", "progress"]
+
+WIDENED = "half-precision experts are computed in float32: MLX's CPU backend cannot do otherwise"
 
 
 def note(text: str) -> None:

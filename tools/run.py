@@ -15,7 +15,7 @@ from moepack.tools.options import (
     json_option,
     memory_option,
 )
-from moepack.tools.reporting import note
+from moepack.tools.reporting import WIDENED, note
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -118,6 +118,8 @@ def command(
     )
     tokenizer = engine.tokenizer()
     load_s = time.perf_counter() - started
+    if engine.is_widened:
+        note(WIDENED)
     use_template = tokenizer.has_chat_template and not ignore_chat_template
     if not use_template and not ignore_chat_template:
         note("no chat template in the pack: the raw prompt is sent")

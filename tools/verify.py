@@ -14,7 +14,7 @@ from moepack.formats.pack import Pack
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.tools.options import debug_option, json_option, memory_option
-from moepack.tools.reporting import note, progress
+from moepack.tools.reporting import WIDENED, note, progress
 
 if TYPE_CHECKING:
     from moepack.tools.logits import LogitsComparison
@@ -113,6 +113,7 @@ def verify_logits(
     from moepack.packer.checkpoint import load_source_model
     from moepack.packer.comparing import recorded_options
     from moepack.packer.source import open_source
+    from moepack.runtime.half import compute_in_float32
     from moepack.runtime.loading import load_engine
     from moepack.tools.logits import compare_logits
 
@@ -132,6 +133,9 @@ def verify_logits(
     if not tokens:
         raise SourceError("the text to compare on has no tokens")
     original, _ = load_source_model(open_source(source), recorded_options(pack))
+    if engine.is_widened:
+        note(WIDENED)
+        compute_in_float32(original)
     return compare_logits(engine.model, original, tokens)
 
 

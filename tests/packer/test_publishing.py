@@ -1,0 +1,342 @@
+"""A pack appears whole or not at all, and nothing else is touched."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import make_pack
+
+from moepack.formats.errors import SourceError
+from moepack.formats.pack import Pack
+from moepack.packer.checkpoint import ConvertOptions
+from moepack.packer.convert import ConvertPlan, convert, plan_convert
+from moepack.packer.source import open_source
+from moepack.packer.writing import write_range
+
+
+@pytest.fixture
+def plan(q4_source: Path) -> ConvertPlan:
+    """A fresh plan of the 4-bit checkpoint."""
+    return plan_convert(open_source(str(q4_source)), ConvertOptions())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder to convert into."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return folder
+
+
+def fingerprint(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones included."""
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is directly in a folder, hidden entries included."""
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def failing_pwrite(error: BaseException, after: int) -> Callable[..., int]:
+    """An os.pwrite that raises from its call number `after` on."""
+    n_calls = 0
+    pwrite = os.pwrite
+
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > after:
+            raise error
+        return pwrite(fd, data, offset)
+
+    return write
+
+
+DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_existing_folder_is_refused(plan: ConvertPlan, place: Path) -> None:
+    """Whatever is in it."""
+    (place / "out.moepack").mkdir()
+    with pytest.raises(SourceError, match=r"out\.moepack: exists; remove it or pass --overwrite"):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == ["out.moepack"]
+
+
+def test_existing_pack_is_refused_without_overwrite(plan: ConvertPlan, place: Path) -> None:
+    """And stays as it was."""
+    (place / "out.moepack").mkdir()
+    (place / "out.moepack" / "manifest.msgpack").write_bytes(b"old")
+    with pytest.raises(SourceError, match="--overwrite"):
+        convert(plan, place / "out.moepack")
+    assert fingerprint(place) == {"out.moepack/manifest.msgpack": b"old"}
+
+
+def test_overwrite_replaces_a_pack_whole(
+    plan: ConvertPlan, place: Path, q4_pack: Path, float_pack: Path
+) -> None:
+    """No file of the old one is left, nor the old one beside it."""
+    shutil.copytree(float_pack, place / "out.moepack")
+    (place / "out.moepack" / "note.txt").write_text("old")
+    convert(plan, place / "out.moepack", overwrite=True)
+    assert names_in(place) == ["out.moepack"]
+    assert fingerprint(place / "out.moepack") == fingerprint(q4_pack)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link to a pack", "dangling link"])
+def test_overwrite_never_replaces_what_is_no_pack(
+    plan: ConvertPlan, place: Path, tmp_path: Path, q4_pack: Path, kind: str
+) -> None:
+    """Somebody's photographs, or a link whose target is elsewhere."""
+    destination = place / "out.moepack"
+    if kind == "folder":
+        destination.mkdir()
+        (destination / "photo.jpg").write_bytes(b"photo")
+    elif kind == "file":
+        destination.write_bytes(b"text")
+    else:
+        target = q4_pack if kind == "link to a pack" else tmp_path / "nowhere"
+        destination.symlink_to(target)
+    before = fingerprint(place)
+    with pytest.raises(SourceError, match="exists and is not a pack"):
+        convert(plan, destination, overwrite=True)
+    assert fingerprint(place) == before
+    assert names_in(place) == ["out.moepack"]
+
+
+def test_source_is_never_overwritten(q4_source: Path, tmp_path: Path) -> None:
+    """Not even a folder that is checkpoint and pack at once."""
+    folder = Path(shutil.copytree(q4_source, tmp_path / "both"))
+    (folder / "manifest.msgpack").write_bytes(b"")
+    before = fingerprint(folder)
+    plan = plan_convert(open_source(str(folder)), ConvertOptions())
+    with pytest.raises(SourceError, match="is the source itself"):
+        convert(plan, folder, overwrite=True)
+    assert fingerprint(folder) == before
+
+
+def test_missing_parent_folder_is_refused(plan: ConvertPlan, place: Path) -> None:
+    """Convert makes one folder, not a path."""
+    with pytest.raises(SourceError, match=r"missing: no such folder to write out\.moepack in"):
+        convert(plan, place / "missing" / "out.moepack")
+    assert names_in(place) == []
+
+
+class Usage(NamedTuple):
+    """What shutil.disk_usage gives."""
+
+    total: int
+    used: int
+    free: int
+
+
+def test_full_disk_is_refused_before_writing(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naming both sizes."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, plan.nbytes - 1))
+    written: list[int] = []
+    with pytest.raises(SourceError, match=f"needs {plan.nbytes:,} .*{plan.nbytes - 1:,} free"):
+        convert(plan, place / "out.moepack", advance=written.append)
+    assert names_in(place) == []
+    assert written == []
+
+
+@pytest.mark.parametrize("after", [0, 1, 50, 130])
+def test_disk_full_in_the_middle_leaves_nothing(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """In the first write, among experts, among shared weights."""
+    monkeypatch.setattr(os, "pwrite", failing_pwrite(DISK_FULL, after))
+    with pytest.raises(SourceError, match="No space left on device; nothing was kept"):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == []
+
+
+def test_disk_full_in_the_middle_leaves_the_old_pack(
+    plan: ConvertPlan, place: Path, float_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overwriting is not deleting first."""
+    shutil.copytree(float_pack, place / "out.moepack")
+    monkeypatch.setattr(os, "pwrite", failing_pwrite(DISK_FULL, 20))
+    with pytest.raises(SourceError, match="nothing was kept"):
+        convert(plan, place / "out.moepack", overwrite=True)
+    assert names_in(place) == ["out.moepack"]
+    assert fingerprint(place / "out.moepack") == fingerprint(float_pack)
+
+
+def test_disk_full_at_the_manifest_leaves_nothing(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsync is where some file systems say so."""
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(DISK_FULL))
+    with pytest.raises(SourceError, match="nothing was kept"):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == []
+
+
+def test_interrupt_leaves_nothing(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is passed on, and the staging folder is gone."""
+    monkeypatch.setattr(os, "pwrite", failing_pwrite(KeyboardInterrupt(), 40))
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")])
+def test_failure_between_the_two_renames_leaves_the_old_pack(
+    plan: ConvertPlan,
+    place: Path,
+    float_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    """Overwriting moves the old pack aside, then the new one in."""
+    shutil.copytree(float_pack, place / "out.moepack")
+    rename = Path.rename
+
+    def failing_rename(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises((KeyboardInterrupt, SourceError)):
+        convert(plan, place / "out.moepack", overwrite=True)
+    assert names_in(place) == ["out.moepack"]
+    assert fingerprint(place / "out.moepack") == fingerprint(float_pack)
+
+
+def test_leftover_of_a_killed_convert_is_cleared(
+    plan: ConvertPlan, place: Path, q4_pack: Path
+) -> None:
+    """Its files do not get into the pack, nor do they stay."""
+    leftover = place / ".out.moepack.partial"
+    (leftover / "experts").mkdir(parents=True)
+    (leftover / "experts" / "00000.bin").write_bytes(b"half")
+    (leftover / "shared.bin").write_bytes(b"half")
+    (leftover / "link").symlink_to(place)
+    convert(plan, place / "out.moepack")
+    assert names_in(place) == ["out.moepack"]
+    assert fingerprint(place / "out.moepack") == fingerprint(q4_pack)
+
+
+def test_link_in_place_of_the_staging_folder_is_not_followed(
+    plan: ConvertPlan, place: Path, tmp_path: Path
+) -> None:
+    """Clearing it would delete somebody's files."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "photo.jpg").write_bytes(b"photo")
+    (place / ".out.moepack.partial").symlink_to(photos)
+    with pytest.raises(SourceError, match=r"\.partial"):
+        convert(plan, place / "out.moepack")
+    assert fingerprint(photos) == {"photo.jpg": b"photo"}
+
+
+def test_second_convert_to_the_same_place_is_refused(plan: ConvertPlan, place: Path) -> None:
+    """The first one goes on undisturbed."""
+    staging = place / ".out.moepack.partial"
+    staging.mkdir()
+    (staging / "shared.bin").write_bytes(b"of the first")
+    held = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SourceError, match="another convert is writing it"):
+            convert(plan, place / "out.moepack")
+        assert fingerprint(staging) == {"shared.bin": b"of the first"}
+    finally:
+        os.close(held)
+    convert(plan, place / "out.moepack")
+    assert names_in(place) == ["out.moepack"]
+
+
+def test_destination_that_appears_meanwhile_is_not_replaced(plan: ConvertPlan, place: Path) -> None:
+    """Checked again before the rename."""
+    destination = place / "out.moepack"
+
+    def appear(_: int) -> None:
+        destination.mkdir(exist_ok=True)
+
+    with pytest.raises(SourceError, match="exists"):
+        convert(plan, destination, advance=appear)
+    assert names_in(place) == ["out.moepack"]
+    assert names_in(destination) == []
+
+
+def test_short_writes_are_continued(
+    q4_pack: Path, plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take less than it was given."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, d, at: pwrite(fd, d[: max(1, len(d) // 3)], at))
+    convert(plan, place / "out.moepack")
+    assert fingerprint(place / "out.moepack") == fingerprint(q4_pack)
+
+
+def test_write_range_writes_at_its_offset(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte at a time."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, d, at: pwrite(fd, d[:1], at))
+    with (place / "file").open("w+b") as file:
+        write_range(file.fileno(), memoryview(b"hello"), 3)
+    assert (place / "file").read_bytes() == b"\0\0\0hello"
+
+
+def test_source_cut_after_planning_leaves_nothing(
+    q4_source: Path, tmp_path: Path, place: Path
+) -> None:
+    """Named by file, and nothing is published."""
+    source = Path(shutil.copytree(q4_source, tmp_path / "source"))
+    plan = plan_convert(open_source(str(source)), ConvertOptions())
+    shard = source / "model.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(SourceError, match=r"model\.safetensors: ends at byte .* the file was cut"):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == []
+
+
+def test_manifest_is_written_last(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sees a manifest sees a whole pack; and every file was fsynced by then."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noting_fsync(fd: int) -> None:
+        info: Any = os.fstat(fd)
+        files = {p.stat().st_ino: p.name for p in place.rglob("*")}
+        synced.append(files.get(info.st_ino, place.name))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    convert(plan, place / "out.moepack")
+    files = synced[: synced.index("manifest.msgpack") + 1]
+    assert set(files) == {p.name for p in (place / "out.moepack").rglob("*") if p.is_file()}
+    assert {"experts", "place"} <= set(synced[len(files) :])
+
+
+def test_published_pack_opens(q4_source: Path, place: Path) -> None:
+    """What convert returns is what is on disk."""
+    manifest = convert(
+        plan_convert(open_source(str(q4_source)), ConvertOptions()), place / "out.moepack"
+    )
+    assert Pack.open(place / "out.moepack").manifest == manifest
+
+
+def test_destination_inside_the_source_folder_works(q4_source: Path, tmp_path: Path) -> None:
+    """The pack is no part of the checkpoint."""
+    source = Path(shutil.copytree(q4_source, tmp_path / "source"))
+    one = fingerprint(make_pack(source, source / "out.moepack"))
+    two = fingerprint(make_pack(source, source / "again.moepack"))
+    assert one == two

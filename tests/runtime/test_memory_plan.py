@@ -1,0 +1,220 @@
+"""The memory plan as arithmetic, and the limits of the machine."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moepack.runtime.machine
+from moepack.formats.errors import BudgetError
+from moepack.formats.geometry import Part, align_up
+from moepack.formats.manifest import ExpertModule
+from moepack.formats.sizes import parse_size
+from moepack.runtime.machine import available_memory, cgroup_limit, resident_memory
+from moepack.runtime.memory import (
+    MLX_CACHE_NBYTES,
+    START_VARIATION,
+    Needs,
+    ceil_size,
+    plan_memory,
+)
+
+GB = 10**9
+PROPERTY = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def module(n_experts: int, record_nbytes: int) -> ExpertModule:
+    """A module of these sizes."""
+    part = Part("w", "U8", (record_nbytes,), 0, record_nbytes)
+    stride = align_up(record_nbytes)
+    return ExpertModule("m", "SwitchGLU", "f", n_experts, stride, record_nbytes, (part,), {}, b"")
+
+
+NEEDS = Needs(shared=2 * GB, kv=GB, prefill=GB // 2, base=GB // 4, top_k=(8, 8))
+MODULES = [module(128, 1_000_000), module(128, 1_000_000)]
+FIXED = NEEDS.shared + NEEDS.kv + NEEDS.prefill + NEEDS.base + MLX_CACHE_NBYTES
+
+
+def test_total_is_the_sum_of_all_uses() -> None:
+    """And the map states the same numbers."""
+    plan = plan_memory(MODULES, NEEDS, available=64 * GB, memory=None, expert_cache=20_000_000)
+    assert plan.slots == 20_000_000
+    assert plan.total == FIXED + 20_000_000
+    numbers = plan.as_map()
+    assert sum(v for k, v in numbers.items() if k != "total") == numbers["total"] == plan.total
+
+
+@pytest.mark.parametrize("extra", [0, 999_999, 2_000_000, 100_000_000])
+def test_plan_stays_below_the_memory_given(extra: int) -> None:
+    """With room for the allocators' slack, and no slot left unused."""
+    memory = int((FIXED + 16_000_000 + extra) * 1.02) + 1
+    plan = plan_memory(MODULES, NEEDS, available=0, memory=memory, expert_cache=None)
+    assert plan.total * 1.02 <= memory
+    assert plan.slots_per_layer == ((16_000_000 + extra) // 2_000_000,) * 2
+
+
+def test_auto_takes_what_is_available() -> None:
+    """None means the machine's own limit."""
+    plan = plan_memory(MODULES, NEEDS, available=64 * GB, memory=None, expert_cache=None)
+    assert plan.is_resident
+    assert plan.slots_per_layer == (128, 128)
+
+
+def test_auto_that_does_not_fit_names_the_smallest_memory() -> None:
+    """The machine is too small, whatever is asked."""
+    with pytest.raises(BudgetError, match=r"the memory free here is 1 GB, .* --memory \d"):
+        plan_memory(MODULES, NEEDS, available=GB, memory=None, expert_cache=None)
+
+
+def test_stated_expert_cache_is_not_bounded_by_what_is_free() -> None:
+    """Whoever states it knows."""
+    plan = plan_memory(MODULES, NEEDS, available=0, memory=None, expert_cache=30_000_000)
+    assert plan.slots_per_layer == (15, 15)
+
+
+def test_all_needs_no_memory_given() -> None:
+    """It is the whole model."""
+    plan = plan_memory(MODULES, NEEDS, available=0, memory=None, expert_cache="all")
+    assert plan.is_resident
+
+
+def test_all_in_exactly_enough_memory_is_resident() -> None:
+    """One byte less than the slack allows is refused."""
+    enough = int((FIXED + 256_000_000) * 1.02) + 1
+    plan = plan_memory(MODULES, NEEDS, available=0, memory=enough, expert_cache="all")
+    assert plan.is_resident
+    with pytest.raises(BudgetError, match="all needs 256 MB"):
+        plan_memory(MODULES, NEEDS, available=0, memory=enough - 3, expert_cache="all")
+
+
+def test_small_layers_are_full_while_large_ones_grow() -> None:
+    """Equal numbers where a layer has as many experts."""
+    modules = [module(4, 1000), module(64, 1000), module(64, 3000)]
+    needs = Needs(0, 0, 0, 0, top_k=(2, 8, 8))
+    plan = plan_memory(modules, needs, available=0, memory=None, expert_cache=4000 + 10 * 4000)
+    assert plan.slots_per_layer == (4, 10, 10)
+
+
+def test_floor_is_each_layers_own_top_k() -> None:
+    """Never more than it has experts."""
+    modules = [module(4, 1000), module(64, 1000)]
+    needs = Needs(0, 0, 0, 0, top_k=(8, 6))
+    plan = plan_memory(modules, needs, available=0, memory=None, expert_cache="floor")
+    assert plan.slots_per_layer == (4, 6)
+    assert plan.slots == 10_000
+    with pytest.raises(BudgetError, match=r"smallest that works is 10\.00kB \(4/6 experts"):
+        plan_memory(modules, needs, available=0, memory=None, expert_cache=9_999)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[ExpertModule], Needs]:
+    """Layers of any sizes, and other needs."""
+    n_layers = draw(st.integers(1, 6))
+    modules = [
+        module(draw(st.integers(1, 300)), draw(st.integers(1, 10**7))) for _ in range(n_layers)
+    ]
+    sizes = [draw(st.integers(0, 10**11)) for _ in range(4)]
+    return modules, Needs(*sizes, top_k=tuple(draw(st.integers(1, 20)) for _ in modules))
+
+
+@PROPERTY
+@given(models())
+def test_smallest_memory_named_works_and_is_near_the_truth(
+    model: tuple[list[ExpertModule], Needs],
+) -> None:
+    """For any model; a fiftieth less, and less what starts vary by, does not."""
+    modules, needs = model
+    with pytest.raises(BudgetError) as raised:
+        plan_memory(modules, needs, available=0, memory=0, expert_cache=None)
+    least = parse_size(str(raised.value).split("--memory ")[-1])
+    plan = plan_memory(modules, needs, available=0, memory=least, expert_cache=None)
+    assert plan.total <= least
+    less = int(least * 0.98) - START_VARIATION
+    with pytest.raises(BudgetError):
+        plan_memory(modules, needs, available=0, memory=less, expert_cache=None)
+
+
+@PROPERTY
+@given(models(), st.integers(0, 10**10))
+def test_slots_fit_and_no_layer_could_have_one_more(
+    model: tuple[list[ExpertModule], Needs], extra: int
+) -> None:
+    """The most slots a layer, all equal where they can be."""
+    modules, needs = model
+    floor = [min(k, m.n_experts) for k, m in zip(needs.top_k, modules, strict=True)]
+    bound = sum(n * m.record_nbytes for n, m in zip(floor, modules, strict=True)) + extra
+    plan = plan_memory(modules, needs, available=0, memory=None, expert_cache=bound)
+    assert plan.slots <= bound
+    slots = plan.slots_per_layer
+    assert all(f <= n <= m.n_experts for f, n, m in zip(floor, slots, modules, strict=True))
+    grown = [n for f, n, m in zip(floor, slots, modules, strict=True) if f < n < m.n_experts]
+    assert len(set(grown)) <= 1
+    assert plan.is_resident == (slots == tuple(m.n_experts for m in modules))
+
+
+@PROPERTY
+@given(st.integers(0, 2**50))
+def test_ceil_size_parses_back_to_at_least_as_much(nbytes: int) -> None:
+    """And to at most a hundredth of the unit more."""
+    size = parse_size(ceil_size(nbytes))
+    assert nbytes <= size <= nbytes + max(nbytes // 100, 10) + 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0B"),
+        (999, "999B"),
+        (1000, "1.00kB"),
+        (73_728, "73.73kB"),
+        (999_999, "1000.00kB"),
+        (5_000_001, "5.01MB"),
+        (2_010_000_000, "2.01GB"),
+    ],
+)
+def test_ceil_size_is_text_to_type(nbytes: int, text: str) -> None:
+    """In the units of --memory."""
+    assert ceil_size(nbytes) == text
+
+
+def limit_file(path: Path, text: str) -> str:
+    """A control group's file."""
+    path.write_text(text + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("two", "one", "expected"),
+    [
+        ("2147483648", None, 2_147_483_648),
+        ("max", None, None),
+        (None, "1073741824", 1_073_741_824),
+        (None, "9223372036854771712", None),  # what version 1 says for no limit
+        ("max", "1073741824", 1_073_741_824),
+        (None, None, None),
+        ("", None, None),
+    ],
+)
+def test_cgroup_limit_reads_both_versions(
+    tmp_path: Path, two: str | None, one: str | None, expected: int | None
+) -> None:
+    """Absent, `max` and version 1's huge number mean none."""
+    files = [str(tmp_path / "memory.max"), str(tmp_path / "memory.limit_in_bytes")]
+    for file, text in zip(files, (two, one), strict=True):
+        if text is not None:
+            limit_file(Path(file), text)
+    assert cgroup_limit(tuple(files)) == expected
+
+
+def test_available_memory_keeps_the_control_groups_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container sees its own limit, less the headroom."""
+    monkeypatch.setattr(moepack.runtime.machine, "cgroup_limit", lambda: 10**8)
+    assert available_memory() == 90_000_000
+
+
+def test_available_memory_counts_what_this_process_has() -> None:
+    """Less than the machine has in all."""
+    assert 0 < available_memory() < psutil.virtual_memory().total
+    assert 10**6 < resident_memory() < psutil.virtual_memory().total
