@@ -28,6 +28,7 @@ from moepack.runtime.probing import ShapeProbe, measure_shape
 from moepack.runtime.reading import RecordReader
 from moepack.runtime.shared import SharedWeights, load_shared
 from moepack.runtime.slots import SlotCache
+from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
 from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.tokenizer import load_tokenizer
 
@@ -102,10 +103,12 @@ def load_engine(
     context: int = DEFAULT_CONTEXT,
     prefill_step: int = DEFAULT_PREFILL_STEP,
     keep_streaming: bool = False,
+    spread: bool = True,
 ) -> Engine:
     """Load a pack and keep what the command reports. Options and errors as `load`.
 
-    `keep_streaming` leaves layers streamed even when all their experts fit, for measuring.
+    `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
+    keeps to one CPU stream: for measuring.
     """
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
     manifest = opened.manifest
@@ -144,6 +147,7 @@ def load_engine(
     mx.set_cache_limit(plan.mlx_cache)
 
     is_widened = any(needs_float32(m) for m in stock.values())
+    spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
     pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
@@ -157,13 +161,17 @@ def load_engine(
                 experts = range(start, min(start + 64, n_slots))
                 reader.read_all(experts, [banks.rows[e] for e in experts])
             reader.close()
-            _replace(model, module.path, stock[module.path])
+            whole = stock[module.path]
+            if spreader.n_streams > 1:
+                whole = SpreadExperts(whole, spreader)
+            _replace(model, module.path, whole)
         else:
             streamed = StreamedExperts(
-                stock[module.path], reader, banks, SlotCache(module.n_experts, n_slots)
+                stock[module.path], reader, banks, SlotCache(module.n_experts, n_slots), spreader
             )
             _replace(model, module.path, streamed)
             layers.append(streamed)
+    spread_linears(model, spreader)
     model.eval()
     return Engine(opened, model, config, plan, tuple(layers), shared, is_widened)
 

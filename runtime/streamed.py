@@ -8,7 +8,7 @@ that reads its bank has been evaluated: `_unevaluated` holds the outputs that ma
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +20,7 @@ from moepack.runtime.banks import Banks, byte_rows
 from moepack.runtime.counters import Counters, LayerCounters
 from moepack.runtime.reading import RecordReader, wait_for
 from moepack.runtime.slots import SlotCache
+from moepack.runtime.spreading import Ids, Spreader
 from moepack.runtime.waves import Wave, plan_waves
 
 __all__ = ["StreamedExperts"]
@@ -33,7 +34,12 @@ class StreamedExperts(nn.Module):
     """Stands where `stock`, an expert module whose parameters are the banks' arrays, stood."""
 
     def __init__(
-        self, stock: nn.Module, reader: RecordReader, banks: Banks, slots: SlotCache
+        self,
+        stock: nn.Module,
+        reader: RecordReader,
+        banks: Banks,
+        slots: SlotCache,
+        spreader: Spreader,
     ) -> None:
         super().__init__()
         self.stock = stock
@@ -41,6 +47,7 @@ class StreamedExperts(nn.Module):
         self._reader = reader
         self._banks = banks
         self._slots = slots
+        self._spreader = spreader
         self._unevaluated: list[mx.array] = []
         self.counters = LayerCounters(Counters(), Counters())
 
@@ -82,7 +89,7 @@ class StreamedExperts(nn.Module):
             ids = np.array([slot_of[e] for e in experts], dtype=np.uint32)
         else:
             ids = self._slot_table()[flat]
-        y: mx.array = self.stock(x, mx.array(ids.reshape(picked.shape)))
+        y = self._run(x, ids.reshape(picked.shape))
         self._unevaluated.append(y)
         if n_tokens > MAX_LAZY_TOKENS or len(self._unevaluated) > MAX_LAZY_CALLS:
             self._wait_for_graphs()
@@ -125,6 +132,9 @@ class StreamedExperts(nn.Module):
             mx.eval(self._unevaluated)
             self._unevaluated.clear()
 
+    def _run(self, x: mx.array, ids: Ids) -> mx.array:
+        return self._spreader.run_experts(self.stock, x, ids)
+
     def _slot_table(self) -> "np.ndarray[Any, np.dtype[np.uint32]]":
         """Slot by expert number; meaningless for experts that are not resident."""
         table = np.zeros(self._slots.n_experts, dtype=np.uint32)
@@ -142,7 +152,7 @@ class StreamedExperts(nn.Module):
         """Run a call that needs more experts than slots; each expert is read at most once."""
         slots = self._slots
         waves = plan_waves(slots.slot_of, slots.n_slots, needed, slots.policy.scores)
-        runner = _WaveCall(self.stock, x, picked, waves, slots.n_experts)
+        runner = _WaveCall(self._run, x, picked, waves, slots.n_experts)
         self._wait_for_graphs()
         evictions = slots.n_evictions
         futures = self._start_wave(waves[0], counters)
@@ -189,13 +199,13 @@ class _WaveCall:
 
     def __init__(
         self,
-        stock: nn.Module,
+        run: Callable[[mx.array, Ids], mx.array],
         x: mx.array,
         picked: "np.ndarray[Any, np.dtype[Any]]",
         waves: Sequence[Wave],
         n_experts: int,
     ) -> None:
-        self._stock = stock
+        self._run = run
         self._shape = picked.shape
         self._k = picked.shape[-1]
         self._x = x.reshape(-1, x.shape[-1])
@@ -218,9 +228,8 @@ class _WaveCall:
         table = np.zeros(self._n_experts, dtype=np.uint32)
         table[list(wave.experts)] = wave.slots
         pairs = self._pairs[wave]
-        ids = mx.array(table[self._flat[pairs]][:, None])
         tokens = mx.array((pairs // self._k).astype(np.uint32))
-        y: mx.array = self._stock(self._x[tokens], ids)
+        y = self._run(self._x[tokens], table[self._flat[pairs]][:, None])
         mx.async_eval(y)
         return y
 
