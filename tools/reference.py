@@ -1,0 +1,32 @@
+"""The page of all help texts, `tools/COMMANDS.md`, made from the commands themselves.
+
+python -m moepack.tools.reference > tools/COMMANDS.md
+"""
+
+import click
+
+from moepack.tools.cli import COMMANDS, cli
+
+__all__ = ["reference_page"]
+
+
+def reference_page() -> str:
+    """Markdown: a section with the help of each subcommand."""
+    context = click.Context(cli, info_name="moepack", max_content_width=90, terminal_width=90)
+    parts = [
+        "# Commands\n\nMade by `python -m moepack.tools.reference`. Exit codes: 0 done, 1 failed "
+        "or different,\n2 usage, 130 interrupted. Answers and results go to stdout, everything "
+        "else to stderr.\n"
+    ]
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        child = click.Context(
+            command, info_name=name, parent=context, max_content_width=90, terminal_width=90
+        )
+        parts.append(f"\n## {name}\n\n```text\n{command.get_help(child)}\n```\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    click.echo(reference_page(), nl=False)
