@@ -27,16 +27,34 @@ __all__ = ["decode", "encode"]
 
 # Features a reader must know to read the pack at all. None exists in 1.0.
 KNOWN_FEATURES: frozenset[str] = frozenset()
+MAX_MESSAGE = 1000  # a hostile name must not flood or steer a terminal
 
 
 def encode(manifest: Manifest) -> bytes:
     """The canonical msgpack bytes. Raises FormatError where `validate` does."""
     validate(manifest)
-    return bytes(msgpack.packb({**to_map(manifest), "pack_id": manifest.pack_id}))
+    try:
+        data = bytes(msgpack.packb({**to_map(manifest), "pack_id": manifest.pack_id}))
+    except (ValueError, OverflowError) as error:  # not UTF-8; an integer of 65 bits
+        raise FormatError(f"manifest: cannot be written ({error})") from error
+    if decode(data) != manifest:
+        raise FormatError("manifest: does not read back as it was written")
+    return data
 
 
 def decode(data: bytes) -> Manifest:
     """The manifest in `data`, checked. Raises FormatError naming the field that is wrong."""
+    try:
+        return _decode(data)
+    except FormatError as error:
+        text = str(error)
+        if len(text) <= MAX_MESSAGE and text.isprintable():
+            raise
+        text = "".join(c if c.isprintable() else "?" for c in text[:MAX_MESSAGE])
+        raise FormatError(f"{text} ...") from error
+
+
+def _decode(data: bytes) -> Manifest:
     fields = Fields("manifest", unpack_map(data))
     magic = fields.take("magic", str)
     if magic != MAGIC:
@@ -132,15 +150,26 @@ def _source(fields: Fields, strict: bool) -> Source:
         if type(value) is not int:
             raise FormatError(f"manifest source dropped {key}: not an integer")
         dropped[key] = value
+    renamed: dict[str, str] = {}
+    for key, value in fields.take_map("renamed").rest():
+        if type(value) is not str:
+            raise FormatError(f"manifest source renamed {key}: not a text")
+        renamed[key] = value
     source = Source(
         name=fields.take_optional("name", str),
         revision=revision,
         shards=tuple(
-            Shard(s.take("name", str), s.take("nbytes", int), s.take("sha256", str))
+            Shard(
+                s.take("name", str),
+                s.take("nbytes", int),
+                s.take("sha256", str),
+                s.take_optional("header", bytes),
+            )
             for s in fields.take_map_list("shards", strict)
         ),
         options=options,
         dropped=dropped,
+        renamed=renamed,
     )
     fields.finish(strict)
     return source

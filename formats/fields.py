@@ -24,18 +24,22 @@ def unpack_map(data: bytes) -> dict[str, Any]:
     except FormatError:
         raise
     except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
-        raise FormatError(f"manifest: not a msgpack document ({error})") from error
+        raise FormatError(
+            f"manifest: not a msgpack document ({str(error) or type(error).__name__})"
+        ) from error
     if not isinstance(value, dict):
         raise FormatError(f"manifest: a map was expected, found {type(value).__name__}")
     return value
 
 
-def _map_without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise FormatError(f"manifest: key {twice!r} occurs twice")
+def _map_without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if type(key) is not str:
+            raise FormatError(f"manifest: key {key[:100]!r} is not a text")
+        if key in result:
+            raise FormatError(f"manifest: key {key[:100]!r} occurs twice")
+        result[key] = value
     return result
 
 

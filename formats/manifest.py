@@ -21,6 +21,7 @@ __all__ = [
     "Shard",
     "SharedTensor",
     "Source",
+    "quantization_config",
     "to_map",
 ]
 
@@ -76,11 +77,16 @@ class ExpertModule:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file of the source; `sha256` in hexadecimal, as the hub states it."""
+    """One weight file of the source; `sha256` in hexadecimal, as the hub states it.
+
+    `header` holds its first bytes, up to the tensor data, when every tensor of the file is in the
+    pack unchanged, so that the file can be made again; else None.
+    """
 
     name: str
     nbytes: int
     sha256: str
+    header: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class Source:
     shards: tuple[Shard, ...]
     options: Mapping[str, str | int | bool]
     dropped: Mapping[str, int]  # source tensor -> bytes left out (vision towers, MTP heads)
+    renamed: Mapping[str, str]  # source tensor -> parameter path, where unchanged but renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,7 @@ def to_map(manifest: Manifest) -> dict[str, Any]:
             "shards": [asdict(s) for s in manifest.source.shards],
             "options": dict(sorted(manifest.source.options.items())),
             "dropped": dict(sorted(manifest.source.dropped.items())),
+            "renamed": dict(sorted(manifest.source.renamed.items())),
         },
         "files": {f.name: _without_name(f) for f in manifest.files},
     }
@@ -176,3 +184,24 @@ def to_map(manifest: Manifest) -> dict[str, Any]:
 
 def _without_name(entry: SharedTensor | CopiedFile) -> dict[str, Any]:
     return {key: value for key, value in asdict(entry).items() if key != "name"}
+
+
+def quantization_config(manifest: Manifest) -> dict[str, Any]:
+    """mlx-lm's entries of a config: every quantized module by path, so that none is inferred.
+
+    A value of None: the config must not have that entry.
+    """
+    by_path: dict[str, Any] = {
+        path: {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
+        for path, q in manifest.quantization.items()
+    }
+    for module in manifest.modules:
+        names = {part.name for part in module.parts}
+        for projection, q in module.quantization.items():
+            entry: dict[str, Any] = {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
+            if f"{projection}.global_scale" in names:
+                entry["global_scale"] = True
+            by_path[f"{module.path}.{projection}"] = entry
+    if not by_path:
+        return {"quantization": None, "quantization_config": None}
+    return {"quantization": {"group_size": 64, "bits": 4, **by_path}, "quantization_config": None}

@@ -43,8 +43,12 @@ class Pack:
         Raises SourceError when there is no pack, FormatError when one is damaged.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            what = "not a folder" if folder.exists() else "no such folder"
+        try:
+            is_folder, exists = folder.is_dir(), folder.exists()
+        except OSError as error:
+            raise SourceError(f"{folder}: {_reason(error)}") from error
+        if not is_folder:
+            what = "not a folder" if exists else "no such folder"
             raise SourceError(f"{folder}: {what}; a pack is made by moepack convert")
         if not is_pack(folder):
             hint = (

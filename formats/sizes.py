@@ -4,7 +4,7 @@ import re
 
 __all__ = ["format_size", "parse_size"]
 
-_UNITS = {
+_UNITS: dict[str, int] = {
     "": 10**9,
     "b": 1,
     **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", start=1)},

@@ -54,7 +54,7 @@ def validate_file_name(where: str, name: str) -> None:
     ok = (
         bool(re.fullmatch(r"[^\x00-\x1f\\:]{1,255}", name))
         and not path.is_absolute()
-        and str(path) == name
+        and str(path) == name != "."
         and len(path.parts) <= 2
         and not any(part.startswith(".") for part in path.parts)
     )
@@ -134,6 +134,10 @@ def _check_source(manifest: Manifest) -> None:
     for shard in source.shards:
         if not 0 <= shard.nbytes <= MAX_NBYTES or not re.fullmatch(r"[0-9a-f]{64}", shard.sha256):
             raise FormatError(f"manifest source shard {shard.name!r}: bad nbytes or sha256")
+        where = f"manifest source shard {shard.name!r}"
+        validate_file_name(where, shard.name)
+        if "/" in shard.name or (shard.header is not None and len(shard.header) > shard.nbytes):
+            raise FormatError(f"{where}: not a file name, or a header longer than the file")
     for name, nbytes in source.dropped.items():
         if not 0 <= nbytes <= MAX_NBYTES:
             raise FormatError(f"manifest source dropped {name!r}: nbytes {nbytes} out of range")

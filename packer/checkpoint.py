@@ -71,7 +71,8 @@ class ExpertTensors:
 class Checkpoint:
     """A source as the pack will hold it. `config` is None when the source's own still describes it.
 
-    `dropped` maps tensors of the source that the model does not use to their bytes.
+    `dropped` maps tensors of the source that the model does not use to their bytes, `renamed` those
+    copied under another name to that. `restorable` are shards of which every tensor is copied.
     """
 
     modules: tuple[ExpertTensors, ...]
@@ -79,6 +80,8 @@ class Checkpoint:
     quantization: Mapping[str, Quantization]
     config: Mapping[str, Any] | None
     dropped: Mapping[str, int]
+    renamed: Mapping[str, str]
+    restorable: frozenset[str]
 
 
 def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
@@ -97,15 +100,18 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     names = {id(array): name for name, array in loaded.items()}
 
-    def locate(array: mx.array) -> TensorBytes:
-        if (name := names.get(id(array))) is not None:
-            return CopiedTensor(MLX_DTYPE_NAMES[array.dtype], source.tensors[name])
-        return DerivedTensor(array)
+    derived = {path: a for path, a in parameters.items() if id(a) not in names}
+    inputs = _inputs_of(derived, loaded)
 
-    used = {names[id(a)] for a in parameters.values() if id(a) in names}
-    derived = [a for a in parameters.values() if id(a) not in names]
-    used |= _inputs_of(derived, loaded)
-    dropped = {n: source.tensors[n].nbytes for n in source.tensors if n not in used}
+    def locate(path: str) -> TensorBytes:
+        array = parameters.pop(path)
+        if (name := names.get(id(array))) is not None:
+            return CopiedTensor(MLX_DTYPE_NAMES[array.dtype], name, source.tensors[name])
+        return DerivedTensor(array, inputs[path])
+
+    copied = {names[id(a)]: path for path, a in parameters.items() if id(a) in names}
+    used = copied.keys() | frozenset().union(*inputs.values())
+    dropped = {n: t.nbytes for n, t in source.tensors.items() if n not in used}
 
     experts = []
     for path, module in modules:
@@ -115,7 +121,7 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
                 path,
                 "SwitchGLU" if isinstance(module, SwitchGLU) else "SwitchMLP",
                 n_experts,
-                {name: locate(parameters.pop(f"{path}.{name}")) for name in tensors},
+                {name: locate(f"{path}.{name}") for name in tensors},
                 _quantization_below(module),
             )
         )
@@ -127,10 +133,13 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
     }
     return Checkpoint(
         modules=tuple(experts),
-        shared={n: locate(parameters[n]) for n in sorted(parameters, key=natural_key)},
+        shared={n: locate(n) for n in sorted(parameters, key=natural_key)},
         quantization=quantization,
         config=_changed_config(source, config, options),
         dropped=dropped,
+        renamed={name: path for name, path in copied.items() if name != path},
+        restorable=frozenset(shard.name for shard in source.shards)
+        - {t.path.name for name, t in source.tensors.items() if name not in copied},
     )
 
 
@@ -285,16 +294,37 @@ def _quantize(
     return config
 
 
-def _inputs_of(derived: list[mx.array], loaded: Mapping[str, mx.array]) -> set[str]:
-    """Names of loaded arrays that some derived array is computed from, by MLX's graph export."""
+def _inputs_of(
+    derived: Mapping[str, mx.array], loaded: Mapping[str, mx.array]
+) -> dict[str, frozenset[str]]:
+    """For each derived array, the names of the loaded ones it is computed from.
+
+    Read off MLX's own export of the graph; nothing is evaluated.
+    """
     if not derived:
-        return set()
-    by_label = {f"source{i}": name for i, name in enumerate(loaded)}
-    labelled = {label: loaded[name] for label, name in by_label.items()}
+        return {}
+    ends = {f"derived{i}": path for i, path in enumerate(derived)}
+    starts = {f"source{i}": name for i, name in enumerate(loaded)}
+    arrays = {label: derived[path] for label, path in ends.items()}
+    arrays |= {label: loaded[name] for label, name in starts.items()}
     graph = io.StringIO()
-    mx.export_to_dot(graph, *derived, **labelled)
-    consumed = re.findall(r'^"(source\d+)" -> ', graph.getvalue(), flags=re.MULTILINE)
-    return {by_label[label] for label in consumed}
+    mx.export_to_dot(graph, **arrays)
+    parents: dict[str, list[str]] = {}
+    for parent, child in re.findall(r'^"?(\w+)"? -> "?(\w+)"?$', graph.getvalue(), re.MULTILINE):
+        parents.setdefault(child, []).append(parent)
+    result = {}
+    for label, path in ends.items():
+        found, todo, seen = set(), [label], {label}
+        while todo:
+            node = todo.pop()
+            if node in starts:
+                found.add(starts[node])
+                continue
+            new = [p for p in parents.get(node, ()) if p not in seen]
+            seen.update(new)
+            todo.extend(new)
+        result[path] = frozenset(found)
+    return result
 
 
 def config_text(config: Mapping[str, Any]) -> str:

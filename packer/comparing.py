@@ -38,7 +38,7 @@ def compare(pack: Pack, plan: ConvertPlan, advance: Advance = silent) -> Iterato
     yield from _compare_shared(pack, plan, advance)
 
     layouts = {m.path: (layer, m) for layer, m in enumerate(manifest.modules)}
-    for layout, experts in zip(plan.modules, plan.checkpoint.modules, strict=True):
+    for layout, experts in zip(plan.layout.modules, plan.checkpoint.modules, strict=True):
         if layout.path not in layouts:
             yield _whole(layout.path, "expert module is in the source, not in the pack")
             continue

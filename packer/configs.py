@@ -8,7 +8,11 @@ keys are lifted here where their meaning is plain, and refused by name where it 
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from types import ModuleType
 from typing import Any
 
 import mlx_lm.utils
@@ -26,31 +30,70 @@ def lift_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises SourceError naming a key that is stated but that mlx-lm could not be told of.
     """
-    fields = _argument_fields(config)
-    lifted = _lift(config, fields)
-    if isinstance(text := config.get("text_config"), dict):
-        lifted["text_config"] = _lift(text, fields | _argument_fields(text))
+    module = _model_module(config)
+    if module is None:  # no such model type: the loader says so
+        return dict(config)
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        arguments = [module]
+        if "text_config" in _fields(module):  # mlx-lm takes a flat config for these, too
+            arguments = list(_modules_below(module))
+        return _lift(config, arguments)
+    lifted = _lift(config, [module])
+    text_module = _model_module(text)
+    inner = [text_module] if text_module else list(_modules_below(module))
+    lifted["text_config"] = _lift(text, [module, *inner])
     return lifted
 
 
-def _argument_fields(config: Mapping[str, Any]) -> set[str]:
-    """Names of all fields of the argument classes beside the model class of this config."""
+def _model_module(config: Mapping[str, Any]) -> ModuleType | None:
+    """mlx-lm's module of this model type."""
     if not isinstance(config.get("model_type"), str):
-        return set()
+        return None
     try:
-        model_class, _ = mlx_lm.utils._get_classes(dict(config))
-    except (ValueError, AttributeError):  # no such type: the loader says so, or the outer builds it
-        return set()
-    module = importlib.import_module(model_class.__module__)
-    return {
-        field.name
-        for value in vars(module).values()
-        if isinstance(value, type) and dataclasses.is_dataclass(value)
-        for field in dataclasses.fields(value)
-    }
+        _, args_class = mlx_lm.utils._get_classes(dict(config))
+    except (ValueError, AttributeError):  # no such type, or no model class in its module
+        return None
+    # The arguments' own module: a family may take another's model class.
+    return importlib.import_module(args_class.__module__)
 
 
-def _lift(config: Mapping[str, Any], fields: set[str]) -> dict[str, Any]:
+def _modules_below(module: ModuleType) -> Iterator[ModuleType]:
+    """The module and those of mlx-lm's models that it takes classes from, itself first."""
+    pending, seen = [module], set()
+    while pending:
+        module = pending.pop(0)
+        if module.__name__ in seen:
+            continue
+        seen.add(module.__name__)
+        yield module
+        for value in vars(module).values():
+            name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            if isinstance(name, str) and name.startswith("mlx_lm.models."):
+                pending.append(importlib.import_module(name))
+
+
+def _fields(module: ModuleType) -> dict[str, bool]:
+    """All fields of the module's argument classes, and whether one of these requires it."""
+    found: dict[str, bool] = {}
+    for value in vars(module).values():
+        if isinstance(value, type) and dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                has_default = field.default is not MISSING or field.default_factory is not MISSING
+                found[field.name] = found.get(field.name, False) or not has_default
+    return found
+
+
+def _is_read(name: str, modules: list[ModuleType]) -> bool:
+    """Whether code of the models uses this argument: some declare a field that nothing reads."""
+    sources = {below for module in modules for below in _modules_below(module)}
+    return any(re.search(rf"\.{name}\b", inspect.getsource(m)) for m in sources)
+
+
+def _lift(config: Mapping[str, Any], modules: list[ModuleType]) -> dict[str, Any]:
+    """The config as the argument classes of these modules read it."""
+    fields = {name for module in modules for name in _fields(module)}
+    required = {name for m in modules for name, is_required in _fields(m).items() if is_required}
     lifted = dict(config)
     for alias, stored in _aliases(config).items():
         for wanted, stated in ((alias, stored), (stored, alias)):
@@ -58,8 +101,17 @@ def _lift(config: Mapping[str, Any], fields: set[str]) -> dict[str, Any]:
                 lifted[wanted] = config[stated]
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_parameters" not in fields:
-        _lift_rope(lifted, rope, fields)
+        _lift_rope(lifted, rope, fields, _is_read("rope_scaling", modules))
+    if "head_dim" in required and "head_dim" not in lifted and _has_even_heads(lifted):
+        lifted["head_dim"] = lifted["hidden_size"] // lifted["num_attention_heads"]
     return lifted
+
+
+def _has_even_heads(config: Mapping[str, Any]) -> bool:
+    """Whether an unstated head dimension is the hidden size over the heads: transformers' rule."""
+    sizes = config.get("hidden_size"), config.get("num_attention_heads")
+    is_latent = "kv_lora_rank" in config  # heads of several dimensions, each stated
+    return all(isinstance(n, int) and n > 0 for n in sizes) and not is_latent
 
 
 def _aliases(config: Mapping[str, Any]) -> dict[str, str]:
@@ -70,7 +122,9 @@ def _aliases(config: Mapping[str, Any]) -> dict[str, str]:
     return dict(CONFIG_MAPPING[model_type].attribute_map)
 
 
-def _lift_rope(lifted: dict[str, Any], rope: Mapping[str, Any], fields: set[str]) -> None:
+def _lift_rope(
+    lifted: dict[str, Any], rope: Mapping[str, Any], fields: set[str], is_scaling_read: bool
+) -> None:
     """Lift `rope_parameters` of the plain form; those by layer type have no one meaning here."""
     by_layer_type = any(isinstance(value, dict) for value in rope.values())
     scaling = {key: value for key, value in rope.items() if key not in ROPE_KEYS}
@@ -89,10 +143,10 @@ def _lift_rope(lifted: dict[str, Any], rope: Mapping[str, Any], fields: set[str]
             elif key == "partial_rotary_factor" and rope[key] != 1.0:
                 raise SourceError(_unreadable(lifted, f"rope_parameters.{key}"))
     if "rope_scaling" not in lifted:
+        if is_scaled and not ("rope_scaling" in fields and is_scaling_read):
+            raise SourceError(_unreadable(lifted, "rope_parameters.rope_type"))
         if "rope_scaling" in fields:
             lifted["rope_scaling"] = scaling if is_scaled else None
-        elif is_scaled:
-            raise SourceError(_unreadable(lifted, "rope_parameters.rope_type"))
 
 
 def _unreadable(config: Mapping[str, Any], key: str) -> str:

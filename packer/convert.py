@@ -1,37 +1,40 @@
-"""Checkpoint to pack, end to end: check, understand, write, count, publish."""
+"""Checkpoint to pack, end to end: check, understand, write, count, publish; or resume that."""
 
-import hashlib
+import os
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from moepack.formats.codec import encode
 from moepack.formats.digests import digest_bytes
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import ALIGNMENT
-from moepack.formats.manifest import (
-    VERSION,
-    CopiedFile,
-    ExpertModule,
-    Manifest,
-    Shard,
-    Source,
-)
+from moepack.formats.manifest import VERSION, CopiedFile, Manifest, Shard, Source
 from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.packer.checkpoint import Checkpoint, ConvertOptions, config_text, understand
-from moepack.packer.publishing import check_destination, staging_folder, write_file
-from moepack.packer.source import COPIED_PATTERNS, SourceFolder, same_file
-from moepack.packer.writing import (
-    lay_out_module,
-    planned_nbytes,
-    write_experts,
-    write_shared,
+from moepack.packer.journal import JOURNAL_NAME, Journal, journal_consumed
+from moepack.packer.publishing import (
+    check_destination,
+    clear_folder,
+    staging_folder,
+    write_file,
 )
+from moepack.packer.shards import ConsumedShards, LocalShards, ShardStore
+from moepack.packer.source import (
+    COPIED_PATTERNS,
+    STUBS_NAME,
+    SourceFolder,
+    same_file,
+    save_stubs,
+)
+from moepack.packer.steps import Step, peak_nbytes, plan_steps
+from moepack.packer.tensors import TensorBytes
+from moepack.packer.writing import Layout, digest_records, digest_target, lay_out, write_tensor
 
 __all__ = [
     "ConvertPlan",
@@ -42,99 +45,241 @@ __all__ = [
     "summary",
 ]
 
+# Written tensors are made durable and noted at least this often: what a crash can cost.
+SYNC_NBYTES = 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class ConvertPlan:
-    """What convert will do: the checkpoint as understood, its layout, the bytes it needs."""
+    """What convert will do: the checkpoint as understood, its layout, the order of its shards."""
 
     source: SourceFolder
     options: ConvertOptions
     checkpoint: Checkpoint
-    modules: tuple[ExpertModule, ...]
-    nbytes: int
+    layout: Layout
+    steps: tuple[Step, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pack's weight files will have."""
+        return self.layout.nbytes
+
+    def tensors(self) -> dict[str, TensorBytes]:
+        """All tensors of the pack by parameter path, experts first, in model order."""
+        experts = {
+            f"{m.path}.{part.name}": e.tensors[part.name]
+            for m, e in zip(self.layout.modules, self.checkpoint.modules, strict=True)
+            for part in m.parts
+        }
+        return experts | dict(self.checkpoint.shared)
 
 
 def plan_convert(source: SourceFolder, options: ConvertOptions) -> ConvertPlan:
     """Understand the source and lay the pack out. Writes nothing. Raises SourceError."""
     checkpoint = understand(source, options)
-    modules = tuple(lay_out_module(i, m) for i, m in enumerate(checkpoint.modules))
     warnings = [
         f"{stray.name} is not listed in the index and is left out" for stray in source.stray
     ]
     if not has_tokenizer(source.path):
         warnings.append("the source has no tokenizer; moepack run needs one")
-    nbytes = planned_nbytes(list(modules), dict(checkpoint.shared))
-    return ConvertPlan(source, options, checkpoint, modules, nbytes, tuple(warnings))
+    plan = ConvertPlan(source, options, checkpoint, lay_out(checkpoint), (), tuple(warnings))
+    needs = {
+        path: frozenset(source.tensors[name].path.name for name in tensor.sources)
+        for path, tensor in plan.tensors().items()
+    }
+    return replace(plan, steps=tuple(plan_steps(needs, [s.name for s in source.shards])))
 
 
 def convert(
-    plan: ConvertPlan, destination: Path, *, overwrite: bool = False, advance: Advance = silent
+    plan: ConvertPlan,
+    destination: Path,
+    *,
+    overwrite: bool = False,
+    consume: bool = False,
+    store: ShardStore | None = None,
+    advance: Advance = silent,
+    notify: Callable[[str], object] = str,
 ) -> Manifest:
     """Write the planned pack to `destination` and return its manifest. A plan is good for one run.
 
-    The destination appears whole or not at all. `advance` is told of bytes as they are written,
-    `plan.nbytes` less padding in all. Raises SourceError.
+    The destination appears whole or not at all. What a killed convert of the same source and
+    options left is verified and kept. `consume` deletes each shard of the source once its bytes
+    are in the pack, on disk; `store` says where shards come from when it is not the source's
+    folder. `advance` is told of bytes as they are written, `notify` gets notes for a person.
+    Raises SourceError.
     """
     source = plan.source
     check_destination(destination, overwrite)
     if same_file(source.path, destination):
         raise SourceError(f"{destination}: is the source itself")
-    free = shutil.disk_usage(destination.parent).free
-    if free < plan.nbytes:
-        raise SourceError(f"{destination}: needs {plan.nbytes:,} bytes, the disk has {free:,} free")
+    if store is None:
+        there = tuple(shard for shard in source.shards if shard.parent == source.path)
+        store = ConsumedShards(there) if consume else LocalShards(there)
     try:
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="sha256") as pool,
-            staging_folder(destination, overwrite) as staging,
-        ):
-            shards = [pool.submit(_digest_shard, path) for path in source.shards]
-            try:
-                manifest = _write(plan, staging, shards, advance)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        with staging_folder(destination, overwrite, not store.keeps_source) as staging:
+            journal = _open_journal(plan, staging, notify)
+            _check_space(plan, staging, destination, store)
+            if not store.keeps_source:
+                save_stubs(source, staging / STUBS_NAME)
+            _write_tensors(plan, staging, store, journal, advance)
+            manifest = _finish(plan, staging, journal)
     except SourceError:
         raise
     except OSError as error:
-        free = shutil.disk_usage(destination.parent).free
+        kept = "nothing was kept" if store.keeps_source else "run it again to go on from here"
         raise SourceError(
-            f"{destination}: {error.strerror or error}; nothing was kept "
-            f"({plan.nbytes:,} bytes needed, {free:,} free)"
+            f"{destination}: {error.strerror or error}; {kept} ({plan.nbytes:,} bytes needed, "
+            f"{shutil.disk_usage(destination.parent).free:,} free)"
         ) from error
+    finally:
+        store.close()
     return manifest
 
 
-def _write(
-    plan: ConvertPlan, staging: Path, shards: Sequence["Future[Shard]"], advance: Advance
-) -> Manifest:
-    checkpoint, source = plan.checkpoint, plan.source
-    modules = []
-    for layout, experts in zip(plan.modules, checkpoint.modules, strict=True):
-        digests = write_experts(staging / layout.file, layout, experts, advance)
-        modules.append(replace(layout, digests=digests))
-    shared = write_shared(staging / SHARED_NAME, dict(checkpoint.shared), advance)
-    files = _copy_files(plan, staging)
+def _open_journal(plan: ConvertPlan, staging: Path, notify: Callable[[str], object]) -> Journal:
+    """The journal of this very convert, its tensors verified; or a new one in a cleared folder."""
+    binding = _binding(plan)
+    path = staging / JOURNAL_NAME
+    had_journal = path.is_file()
+    journal = Journal(path, binding) if had_journal else None
+    if journal is None or not journal.is_resumed:
+        if had_journal and not journal_consumed(path):
+            notify("an unfinished convert of another source or options is replaced")
+        if not had_journal or not journal_consumed(path):
+            clear_folder(staging, keep=STUBS_NAME)
+        else:
+            raise SourceError(
+                f"{staging}: holds shards of another source or options, consumed into it; finish "
+                "that convert, or move the folder away"
+            )
+        (staging / "experts").mkdir()
+        return Journal.start(path, binding)
+    for name, digest in list(journal.tensors.items()):
+        target = plan.layout.targets[name]
+        file = staging / target.file
+        if not file.is_file() or digest_target(file, target) != digest:
+            if journal_consumed(path) and journal.shards.keys() & _shards_of(plan, name):
+                raise SourceError(f"{staging}: {name} is damaged and its source is gone")
+            journal.forget(name)
+    notify(f"resuming: {len(journal.tensors)} of {len(plan.layout.targets)} tensors are there")
+    return journal
+
+
+def _binding(plan: ConvertPlan) -> dict[str, Any]:
+    """What a journal is good for: this source, by names, sizes and headers, and these options."""
+    return {
+        "created_by": _created_by(),
+        "options": plan.options.as_map(),
+        "repository": plan.source.name,
+        "revision": plan.source.revision,
+        "shards": {
+            shard.name: [shard.stat().st_size, digest_bytes(plan.source.headers[shard.name]).hex()]
+            for shard in plan.source.shards
+        },
+        "mtimes_ns": plan.source.mtimes_ns(),
+        "files": {
+            name: digest_bytes(copied_file_bytes(plan, name)).hex()
+            for name in copied_file_names(plan.source.path)
+        },
+    }
+
+
+def _shards_of(plan: ConvertPlan, tensor: str) -> set[str]:
+    sources = plan.tensors()[tensor].sources
+    return {plan.source.tensors[name].path.name for name in sources}
+
+
+def _check_space(plan: ConvertPlan, staging: Path, destination: Path, store: ShardStore) -> None:
+    sizes = {name: target.nbytes for name, target in plan.layout.targets.items()}
+    padding = plan.nbytes - sum(sizes.values())
+    there = sum(f.stat().st_blocks * 512 for f in staging.rglob("*.bin"))
+    peak = peak_nbytes(plan.steps, sizes, store.fetched_nbytes(), store.freed_nbytes())
+    needed = peak + padding - there
+    free = shutil.disk_usage(destination.parent).free
+    if free < needed:
+        raise SourceError(f"{destination}: needs {needed:,} bytes, the disk has {free:,} free")
+
+
+def _write_tensors(
+    plan: ConvertPlan, staging: Path, store: ShardStore, journal: Journal, advance: Advance
+) -> None:
+    tensors = plan.tensors()
+    files = {}
+    try:
+        for name, nbytes in plan.layout.file_nbytes.items():
+            files[name] = (staging / name).open("r+b" if (staging / name).exists() else "x+b")
+            files[name].truncate(nbytes)
+        fresh: dict[str, bytes] = {}
+
+        def sync(released: list[Shard]) -> None:
+            for file in {plan.layout.targets[name].file for name in fresh}:
+                files[file].flush()
+                os.fsync(files[file].fileno())
+            journal.add(fresh, released, store.keeps_source)
+            fresh.clear()
+
+        for step in plan.steps:
+            missing = [name for name in step.tensors if name not in journal.tensors]
+            if step.fetch is not None and step.fetch not in journal.shards:
+                store.fetch(step.fetch)
+            for name in step.tensors:
+                target = plan.layout.targets[name]
+                if name not in missing:
+                    advance(target.nbytes)
+                    continue
+                fresh[name] = write_tensor(
+                    files[target.file].fileno(), target, tensors[name], advance
+                )
+                if sum(plan.layout.targets[n].nbytes for n in fresh) > SYNC_NBYTES:
+                    sync([])
+            released = [store.release(s) for s in step.release if s not in journal.shards]
+            sync(released)
+            for shard in step.release:
+                store.discard(shard)
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def _finish(plan: ConvertPlan, staging: Path, journal: Journal) -> Manifest:
+    """Digest the records, copy the small files, write the manifest."""
+    source, layout = plan.source, plan.layout
+    modules = tuple(
+        replace(m, digests=digest_records(staging / m.file, m, journal.tensors))
+        for m in layout.modules
+    )
+    shutil.rmtree(staging / STUBS_NAME, ignore_errors=True)
     manifest = Manifest(
         version=VERSION,
         alignment=ALIGNMENT,
         model_type=source.config["model_type"],
-        created_by=f"moepack {version('moepack')}",
-        shared_nbytes=(staging / SHARED_NAME).stat().st_size,
-        shared=shared,
-        modules=tuple(modules),
-        quantization=checkpoint.quantization,
+        created_by=_created_by(),
+        shared_nbytes=layout.file_nbytes[SHARED_NAME],
+        shared=tuple(replace(t, digest=journal.tensors[t.name]) for t in layout.shared),
+        modules=modules,
+        quantization=plan.checkpoint.quantization,
         source=Source(
             name=source.name,
             revision=source.revision,
-            shards=tuple(shard.result() for shard in shards),
+            shards=tuple(_described(plan, journal.shards[s.name]) for s in source.shards),
             options=plan.options.as_map(),
-            dropped=checkpoint.dropped,
+            dropped=plan.checkpoint.dropped,
+            renamed=plan.checkpoint.renamed,
         ),
-        files=files,
+        files=_copy_files(plan, staging),
     )
     _count(plan, manifest)
     write_file(staging / MANIFEST_NAME, encode(manifest))
+    journal.remove()
     return manifest
+
+
+def _described(plan: ConvertPlan, shard: Shard) -> Shard:
+    """The shard with its header, where `unpack` can restore the file from the pack alone."""
+    if shard.name in plan.checkpoint.restorable:
+        return replace(shard, header=plan.source.headers[shard.name])
+    return shard
 
 
 def _copy_files(plan: ConvertPlan, staging: Path) -> tuple[CopiedFile, ...]:
@@ -156,40 +301,33 @@ def copied_file_bytes(plan: ConvertPlan, name: str) -> bytes:
 def copied_file_names(folder: Path) -> list[str]:
     """The files of a checkpoint that a pack keeps beside the weights, in name order."""
     names = {p.name for pattern in COPIED_PATTERNS for p in folder.glob(pattern) if p.is_file()}
-    return sorted(n for n in names if not n.startswith(".") and not n.endswith(".index.json"))
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def _count(plan: ConvertPlan, manifest: Manifest) -> None:
     """Nothing left over, nothing twice: every parameter of the model is in the pack once."""
-    wanted = {
-        (m.path, name, tensor.shape)
-        for m in plan.checkpoint.modules
-        for name, tensor in m.tensors.items()
-    }
+    wanted = {path: tensor.shape for path, tensor in plan.tensors().items()}
     packed = {
-        (m.path, part.name, (m.n_experts, *part.shape))
+        f"{m.path}.{part.name}": (m.n_experts, *part.shape)
         for m in manifest.modules
         for part in m.parts
-    }
-    if wanted != packed or {t.name for t in manifest.shared} != set(plan.checkpoint.shared):
+    } | {t.name: t.shape for t in manifest.shared}
+    if wanted != packed:
         raise SourceError(f"{plan.source.path}: internal count of tensors does not close")
 
 
-def _digest_shard(path: Path) -> Shard:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Shard(path.name, path.stat().st_size, digest)
+def _created_by() -> str:
+    return f"moepack {version('moepack')}"
 
 
 def summary(plan: ConvertPlan) -> str:
     """A few lines for a person: layers, experts, bytes, what is left out."""
-    modules = plan.modules
+    modules = plan.layout.modules
     counts = sorted({m.n_experts for m in modules})
-    shared = plan.nbytes - sum(m.stride * m.n_experts for m in modules)
     lines = [
         f"{len(modules)} expert layers x {'/'.join(map(str, counts))} experts, "
         f"{format_size(sum(m.record_nbytes * m.n_experts for m in modules))}; "
-        f"shared weights {format_size(shared)}",
+        f"shared weights {format_size(plan.layout.file_nbytes[SHARED_NAME])}",
     ]
     if plan.checkpoint.dropped:
         total = sum(plan.checkpoint.dropped.values())

@@ -10,7 +10,14 @@ from pathlib import Path
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import is_pack
 
-__all__ = ["check_destination", "fsync_folder", "staging_folder", "write_file"]
+__all__ = [
+    "check_destination",
+    "clear_folder",
+    "fsync_folder",
+    "staging_folder",
+    "staging_path",
+    "write_file",
+]
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
@@ -30,14 +37,20 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         )
 
 
-@contextmanager
-def staging_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
-    """A new hidden folder beside `destination` that becomes it when the block ends well.
+def staging_path(destination: Path) -> Path:
+    """The hidden sibling of a destination in which its pack is made."""
+    return destination.parent / f".{destination.name}.partial"
 
-    On any exception it is removed and the destination stays as it was. A folder that a killed
-    convert left is cleared; one that a running convert holds is refused.
+
+@contextmanager
+def staging_folder(destination: Path, overwrite: bool, keep_on_error: bool) -> Iterator[Path]:
+    """The hidden folder beside `destination` that becomes it when the block ends well.
+
+    It may hold what a killed convert left. On any exception it is removed, unless
+    `keep_on_error`, and the destination stays as it was. A folder that a running convert holds is
+    refused with SourceError.
     """
-    staging = destination.parent / f".{destination.name}.partial"
+    staging = staging_path(destination)
     try:
         staging.mkdir(exist_ok=True)
         lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -48,44 +61,50 @@ def staging_folder(destination: Path, overwrite: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise SourceError(f"{destination}: another convert is writing it") from error
-        for entry in staging.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         try:
-            (staging / "experts").mkdir()
             yield staging
             check_destination(destination, overwrite)  # it may have appeared meanwhile
-            fsync_folder(staging / "experts")
-            fsync_folder(staging)
+            for folder in (*(p for p in staging.iterdir() if p.is_dir()), staging):
+                fsync_folder(folder)
             _rename(staging, destination)
         except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
+            if not keep_on_error:
+                shutil.rmtree(staging, ignore_errors=True)
             raise
     finally:
         os.close(lock)
 
 
+def clear_folder(folder: Path, keep: str | None = None) -> None:
+    """Remove everything in a folder but `keep`; links are removed, not followed."""
+    for entry in folder.iterdir():
+        if entry.name == keep:
+            continue
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
 def _rename(staging: Path, destination: Path) -> None:
     parent = destination.parent
-    if not destination.exists():
-        staging.rename(destination)
-        fsync_folder(parent)
-        return
     old = parent / f".{destination.name}.old"
-    if old.exists():
-        shutil.rmtree(old)
-    destination.rename(old)
-    try:
+    if destination.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        destination.rename(old)
+        try:
+            staging.rename(destination)
+        except BaseException:
+            old.rename(destination)
+            raise
+    else:
         staging.rename(destination)
-    except BaseException:
-        old.rename(destination)
-        raise
     fsync_folder(parent)
-    shutil.rmtree(old)
+    if old.exists():  # from now, or from a convert that was killed between the two renames
+        shutil.rmtree(old)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file and fsync it."""
-    with path.open("xb") as file:
+    """Write a file and fsync it."""
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -4,6 +4,7 @@ Knows safetensors headers and index files; knows nothing of models. No tensor da
 """
 
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,22 @@ from safetensors import SafetensorError, safe_open
 
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import tensor_nbytes
+from moepack.formats.pack import is_pack
 
 __all__ = [
     "COPIED_PATTERNS",
+    "INDEX_NAME",
+    "STUBS_NAME",
     "SourceFolder",
     "TensorRange",
     "find_folder",
+    "open_folder",
     "open_source",
     "read_json",
+    "same_file",
+    "save_stubs",
+    "snapshot",
+    "write_stub",
 ]
 
 # What a tokenizer or generation needs, as mlx-lm fetches it, and licences. No code, no weights.
@@ -43,6 +52,7 @@ COPIED_PATTERNS = (
     "NOTICE*",
 )
 SOURCE_PATTERNS = (*COPIED_PATTERNS, "*.safetensors")
+STUBS_NAME = "stubs"  # in the staging folder of a convert that consumes or fetches its source
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_NBYTES = 64 * 2**20  # a config or index; the largest known index has 12 MB
 
@@ -63,7 +73,8 @@ class SourceFolder:
     """A checkpoint folder whose weight files are all there and whole.
 
     `shards` are the files that count, in name order; `stray` are weight files beside them that
-    the index does not list.
+    the index does not list. `headers` are the first bytes of each shard, up to its data. A shard
+    whose data is not there, or not yet, is a stub: a file of its header and size.
     """
 
     path: Path
@@ -73,11 +84,19 @@ class SourceFolder:
     shards: tuple[Path, ...]
     stray: tuple[Path, ...]
     tensors: Mapping[str, TensorRange]
+    headers: Mapping[str, bytes]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.stat().st_size for shard in self.shards)
+
+    def mtimes_ns(self) -> dict[str, int | None]:
+        """When each shard was last changed; None for a stub."""
+        return {
+            shard.name: shard.stat().st_mtime_ns if shard.parent == self.path else None
+            for shard in self.shards
+        }
 
 
 def find_folder(
@@ -95,7 +114,7 @@ def find_folder(
             raise SourceError(f"{text}: {what}")
         return path, None, None
     try:
-        folder = _snapshot(text, revision, patterns)
+        folder = snapshot(text, revision, patterns)
     except (OSError, ValueError, HFValidationError, OfflineModeIsEnabled) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceError(
@@ -104,14 +123,16 @@ def find_folder(
     return Path(folder), text, Path(folder).name
 
 
-def _snapshot(repository: str, revision: str | None, patterns: Sequence[str]) -> str:
+def snapshot(repository: str, revision: str | None, patterns: Sequence[str]) -> str:
     """The cached folder of a repository, fetched where the cache has none."""
-    options = {"revision": revision, "allow_patterns": list(patterns)}
+    wanted = list(patterns)
     try:
-        return snapshot_download(repository, local_files_only=True, **options)
+        return snapshot_download(
+            repository, revision=revision, allow_patterns=wanted, local_files_only=True
+        )
     except LocalEntryNotFoundError as incomplete:
         try:
-            return snapshot_download(repository, **options)
+            return snapshot_download(repository, revision=revision, allow_patterns=wanted)
         except (OSError, OfflineModeIsEnabled):
             # Other tools fetch other files; what is needed is checked file by file later.
             if isinstance(incomplete, IncompleteSnapshotError):
@@ -119,9 +140,20 @@ def _snapshot(repository: str, revision: str | None, patterns: Sequence[str]) ->
             raise
 
 
-def open_source(text: str, revision: str | None = None) -> SourceFolder:
-    """The checked source. Raises SourceError naming the file or tensor missing or damaged."""
-    path, name, commit = find_folder(text, revision)
+def open_source(text: str, revision: str | None = None, stubs: Path | None = None) -> SourceFolder:
+    """The checked source. Raises SourceError naming the file or tensor missing or damaged.
+
+    A shard that is not in the folder may have a stub in `stubs`.
+    """
+    return open_folder(*find_folder(text, revision), stubs=stubs)
+
+
+def open_folder(
+    path: Path, name: str | None, commit: str | None, *, stubs: Path | None
+) -> SourceFolder:
+    """As `open_source`, for a folder found already."""
+    if is_pack(path) and not any(path.glob("model*.safetensors")):
+        raise SourceError(f"{path}: is a pack already; moepack unpack makes the checkpoint of it")
     if not (path / "config.json").is_file():
         raise SourceError(f"{path}: no config.json; not a checkpoint folder")
     config = read_json(path / "config.json")
@@ -132,14 +164,18 @@ def open_source(text: str, revision: str | None = None) -> SourceFolder:
     listed: dict[str, str] = {}
     if index_path.exists():
         listed = _read_index(index_path)
-        shards = [path / file for file in sorted(set(listed.values()))]
+        names = sorted(set(listed.values()))
     else:
-        shards = [p for p in found if p.name.startswith("model")]  # as mlx-lm
+        stubbed = stubs.glob("*.safetensors") if stubs is not None else ()
+        names = sorted({p.name for p in (*found, *stubbed) if p.name.startswith("model")})
+    shards = [_shard_path(path, file, stubs) for file in names]
     if not shards:
         raise SourceError(f"{path}: no model*.safetensors; not a checkpoint that mlx-lm can load")
     tensors: dict[str, TensorRange] = {}
+    headers = {}
     for shard in shards:
-        for tensor_name, tensor in _read_header(shard, listed=bool(listed)).items():
+        headers[shard.name], found_tensors = _read_header(shard, listed=bool(listed))
+        for tensor_name, tensor in found_tensors.items():
             if tensor_name in tensors:
                 other = tensors[tensor_name].path.name
                 raise SourceError(f"{shard}: tensor {tensor_name!r} is also in {other}")
@@ -151,7 +187,36 @@ def open_source(text: str, revision: str | None = None) -> SourceFolder:
             )
     _check_quantized_groups(tensors)
     stray = tuple(p for p in found if p not in shards)
-    return SourceFolder(path, name, commit, config, tuple(shards), stray, tensors)
+    return SourceFolder(path, name, commit, config, tuple(shards), stray, tensors, headers)
+
+
+def _shard_path(folder: Path, name: str, stubs: Path | None) -> Path:
+    path = folder / name
+    if stubs is not None and not path.exists() and (stubs / name).is_file():
+        return stubs / name
+    return path
+
+
+def save_stubs(source: SourceFolder, stubs: Path) -> None:
+    """Write a stub of each shard that is in the source's folder, for when it no longer is."""
+    stubs.mkdir(exist_ok=True)
+    for shard in source.shards:
+        if shard.parent == source.path and not (stubs / shard.name).exists():
+            write_stub(stubs / shard.name, source.headers[shard.name], shard.stat().st_size)
+
+
+def write_stub(path: Path, header: bytes, nbytes: int) -> None:
+    """A file of `nbytes` that begins with a safetensors header and is a hole after it.
+
+    It can be loaded lazily in place of a shard whose data is not there, or not there yet.
+    """
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        file.write(header)
+        file.truncate(nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -181,7 +246,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path, *, listed: bool) -> dict[str, TensorRange]:
+def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRange]]:
+    """(the file's bytes before its data, where its tensors lie)."""
     if not path.is_file():
         hint = f"{INDEX_NAME} lists it" if listed else "it is no regular file"
         raise SourceError(f"{path}: no such shard; {hint}")
@@ -189,8 +255,10 @@ def _read_header(path: Path, *, listed: bool) -> dict[str, TensorRange]:
         with safe_open(path, framework="numpy"):
             pass  # validates: no overlap, no hole, no trailing byte
         with path.open("rb") as file:
-            (nbytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(nbytes), object_pairs_hook=_without_duplicates)
+            prefix = file.read(8)
+            (nbytes,) = struct.unpack("<Q", prefix)
+            text = file.read(nbytes)
+            header = json.loads(text, object_pairs_hook=_without_duplicates)
     except (OSError, SafetensorError, ValueError) as error:
         raise SourceError(f"{path}: damaged or cut safetensors file ({error})") from error
     start = 8 + nbytes
@@ -202,7 +270,7 @@ def _read_header(path: Path, *, listed: bool) -> dict[str, TensorRange]:
         shape = tuple(entry["shape"])
         tensor_nbytes(f"{path}: tensor {name!r}", entry["dtype"], shape)
         tensors[name] = TensorRange(path, entry["dtype"], shape, start + begin, end - begin)
-    return tensors
+    return prefix + text, tensors
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -35,10 +35,14 @@ MLX_DTYPE_NAMES = {
 
 
 class TensorBytes(Protocol):
-    """A tensor's dtype (as MLX holds it), shape, and a way to its bytes."""
+    """A tensor's dtype (as MLX holds it), shape, and a way to its bytes.
+
+    `sources` names the tensors of the source that it is made of.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    sources: frozenset[str]
 
     def rows(self, row_nbytes: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, `row_nbytes` at a time, the last possibly fewer.
@@ -51,8 +55,9 @@ class TensorBytes(Protocol):
 class CopiedTensor:
     """A tensor that the loader passed through unchanged: its bytes are a range of a shard."""
 
-    def __init__(self, dtype: str, source: TensorRange) -> None:
+    def __init__(self, dtype: str, name: str, source: TensorRange) -> None:
         self.dtype = dtype
+        self.sources = frozenset((name,))
         self.shape = source.shape
         self._source = source
 
@@ -73,7 +78,8 @@ class CopiedTensor:
 class DerivedTensor:
     """A tensor that mlx-lm computes from the source's: stacked, split, renormed, quantized."""
 
-    def __init__(self, array: mx.array) -> None:
+    def __init__(self, array: mx.array, sources: frozenset[str]) -> None:
+        self.sources = sources
         self.dtype = MLX_DTYPE_NAMES[array.dtype]
         self.shape = tuple(array.shape)
         self._array: mx.array | None = array

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.formats.errors import FormatError, SourceError
-from moepack.formats.manifest import ExpertModule, Manifest
+from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
 from moepack.runtime.banks import Banks
@@ -193,7 +193,7 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
             pack.path,
             lazy=True,
             strict=False,
-            model_config=_quantization_config(pack.manifest),
+            model_config=quantization_config(pack.manifest),
             get_model_classes=classes,
         )
     except Exception as error:  # a loader for 100 families raises anything
@@ -201,24 +201,6 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
         raise FormatError(f"{pack.path}: mlx-lm cannot build the model: {reason}") from error
     model.__class__ = type(model).__mro__[1]
     return model, config
-
-
-def _quantization_config(manifest: Manifest) -> dict[str, Any]:
-    """The `quantization` entry of a config that states every module by path, none inferred."""
-    by_path: dict[str, Any] = {
-        path: {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
-        for path, q in manifest.quantization.items()
-    }
-    for module in manifest.modules:
-        names = {part.name for part in module.parts}
-        for projection, q in module.quantization.items():
-            entry: dict[str, Any] = {"bits": q.bits, "group_size": q.group_size, "mode": q.mode}
-            if f"{projection}.global_scale" in names:
-                entry["global_scale"] = True
-            by_path[f"{module.path}.{projection}"] = entry
-    if not by_path:
-        return {"quantization": None, "quantization_config": None}
-    return {"quantization": {"group_size": 64, "bits": 4, **by_path}, "quantization_config": None}
 
 
 def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> None:

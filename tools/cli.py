@@ -16,7 +16,7 @@ from moepack.tools.options import DEBUG_KEY
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("convert", "run", "verify", "inspect", "bench", "demo")
+COMMANDS = ("convert", "run", "verify", "inspect", "unpack", "bench", "demo")
 
 
 class CommandGroup(click.Group):

@@ -72,8 +72,8 @@ def command(
     result = {
         "pack": str(destination),
         "nbytes": plan.nbytes,
-        "n_modules": len(plan.modules),
-        "n_experts": max(m.n_experts for m in plan.modules),
+        "n_modules": len(plan.layout.modules),
+        "n_experts": max(m.n_experts for m in plan.layout.modules),
         "dropped": dict(plan.checkpoint.dropped),
     }
     if not as_json:

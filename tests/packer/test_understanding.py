@@ -138,7 +138,7 @@ def test_understanding_evaluates_no_derived_tensor(float_source: Path, tmp_path:
 
 def test_derived_bytes_can_be_had_once() -> None:
     """The array is dropped with its last row."""
-    tensor = DerivedTensor(mx.arange(6, dtype=mx.uint8))
+    tensor = DerivedTensor(mx.arange(6, dtype=mx.uint8), frozenset())
     assert [bytes(row) for row in tensor.rows(4)] == [bytes([0, 1, 2, 3]), bytes([4, 5])]
     with pytest.raises(RuntimeError, match="once"):
         next(tensor.rows(4))
@@ -149,4 +149,4 @@ def test_derived_rows_are_row_major_bytes(dtype: mx.Dtype) -> None:
     """A transposed array is written as its shape says, not as it lies in memory."""
     array = mx.arange(12).reshape(3, 4).astype(dtype).T
     expected = b"".join(bytes(memoryview(mx.contiguous(array[i]))) for i in range(4))
-    assert b"".join(bytes(row) for row in DerivedTensor(array).rows(5)) == expected
+    assert b"".join(bytes(row) for row in DerivedTensor(array, frozenset()).rows(5)) == expected

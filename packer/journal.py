@@ -1,0 +1,105 @@
+"""What an unfinished convert has written for good: a line a tensor or shard, in its own folder.
+
+A line is appended only after the bytes it speaks of are on disk, so after a crash every whole line
+is true. The first line binds the journal to a source and options.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moepack.formats.manifest import Shard
+
+__all__ = ["JOURNAL_NAME", "Journal", "journal_consumed"]
+
+JOURNAL_NAME = "journal"
+
+
+class Journal:
+    """`tensors`: digest of each tensor written; `shards`: those that were released."""
+
+    def __init__(self, path: Path, binding: Mapping[str, Any]) -> None:
+        """Read the journal at `path` if it has this binding, else leave it for `start`."""
+        self.tensors: dict[str, bytes] = {}
+        self.shards: dict[str, Shard] = {}
+        self._path = path
+        self.is_resumed = self._read(binding)
+
+    @classmethod
+    def start(cls, path: Path, binding: Mapping[str, Any]) -> "Journal":
+        """A new journal; there is none at `path`."""
+        journal = cls(path, binding)
+        journal._append([dict(binding)])
+        return journal
+
+    def add(self, tensors: Mapping[str, bytes], shards: Iterable[Shard], is_kept: bool) -> None:
+        """Note tensors and released shards; durable when this returns.
+
+        `is_kept`: the shards will still be there, and the tensors could be written again.
+        """
+        shards = list(shards)
+        self.tensors.update(tensors)
+        self.shards.update((shard.name, shard) for shard in shards)
+        self._append(
+            [{"tensor": name, "digest": digest.hex()} for name, digest in tensors.items()]
+            + [
+                {"shard": s.name, "nbytes": s.nbytes, "sha256": s.sha256, "is_kept": is_kept}
+                for s in shards
+            ]
+        )
+
+    def forget(self, tensor: str) -> None:
+        """The bytes of a noted tensor are not there after all."""
+        del self.tensors[tensor]
+
+    def remove(self) -> None:
+        """The pack is complete: the journal goes."""
+        self._path.unlink()
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, binding: Mapping[str, Any]) -> bool:
+        """Whether there is a journal of the same source and options; reads it if so."""
+        if not self._path.is_file():
+            return False
+        lines = read_lines(self._path)
+        if not lines or not _is_same(lines[0], json.loads(json.dumps(binding))):
+            return False
+        for line in lines[1:]:
+            if "tensor" in line:
+                self.tensors[line["tensor"]] = bytes.fromhex(line["digest"])
+            else:
+                self.shards[line["shard"]] = Shard(line["shard"], line["nbytes"], line["sha256"])
+        return True
+
+
+def _is_same(noted: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Equal bindings; the time of change of a shard that is a stub now does not count."""
+    times = {
+        name: noted.get("mtimes_ns", {}).get(name) if time is None else time
+        for name, time in now["mtimes_ns"].items()
+    }
+    return noted == now | {"mtimes_ns": times}
+
+
+def journal_consumed(path: Path) -> bool:
+    """Whether the journal at `path` says that shards were given up for what is in its folder."""
+    return any("shard" in line and not line["is_kept"] for line in read_lines(path))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; a last line cut by a crash is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not text.endswith("\n"):
+            break
+        lines.append(json.loads(text))
+    return lines

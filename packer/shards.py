@@ -1,0 +1,107 @@
+"""The shards of a source while a pack is made of them: kept, consumed, or fetched one by one.
+
+Digests of whole shards (sha256, as the hub states them) are taken beside the writing.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from moepack.formats.errors import SourceError
+from moepack.formats.manifest import Shard
+
+__all__ = ["ConsumedShards", "LocalShards", "ShardStore", "digest_shard"]
+
+
+class ShardStore(Protocol):
+    """How shards come and go. `keeps_source`: a failed convert loses nothing by starting over."""
+
+    keeps_source: bool
+
+    def fetch(self, name: str) -> None:
+        """Have the shard's bytes at its path. Raises SourceError."""
+
+    def release(self, name: str) -> Shard:
+        """What the manifest says of the shard; it will not be read again."""
+
+    def discard(self, name: str) -> None:
+        """Give the disk space of a released shard back, after its release was noted."""
+
+    def freed_nbytes(self) -> Mapping[str, int]:
+        """What discarding each shard gives back."""
+
+    def fetched_nbytes(self) -> Mapping[str, int]:
+        """What fetching each shard takes."""
+
+    def close(self) -> None:
+        """Stop what goes on beside the writing."""
+
+
+class LocalShards:
+    """Shards of a folder, left as they are."""
+
+    keeps_source = True
+
+    def __init__(self, shards: tuple[Path, ...]) -> None:
+        self._paths = {path.name: path for path in shards}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._digests: dict[str, Future[Shard]] = {}
+
+    def fetch(self, name: str) -> None:
+        """See ShardStore: begins its digest."""
+        if name not in self._paths:
+            raise SourceError(f"{name}: the shard is gone; its bytes are not in the pack yet")
+        self._digests[name] = self._pool.submit(digest_shard, self._paths[name])
+
+    def release(self, name: str) -> Shard:
+        """See ShardStore."""
+        return self._digests[name].result()
+
+    def discard(self, name: str) -> None:
+        """See ShardStore: nothing is given back."""
+
+    def freed_nbytes(self) -> Mapping[str, int]:
+        """See ShardStore."""
+        return {}
+
+    def fetched_nbytes(self) -> Mapping[str, int]:
+        """See ShardStore."""
+        return {}
+
+    def close(self) -> None:
+        """See ShardStore."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ConsumedShards(LocalShards):
+    """Shards of a folder, deleted once everything in them is in the pack, on disk and digested."""
+
+    keeps_source = False
+
+    def __init__(self, shards: tuple[Path, ...]) -> None:
+        super().__init__(shards)
+        for path in shards:
+            # Its bytes may belong to someone else too: another snapshot, another folder.
+            if path.is_symlink() or path.stat().st_nlink != 1:
+                raise SourceError(f"{path}: is a link; --consume takes plain files only")
+
+    def discard(self, name: str) -> None:
+        """See ShardStore: the file goes."""
+        path = self._paths[name]
+        if path.exists():
+            os.truncate(path, 0)  # MLX may still hold it open, and with it the space
+            path.unlink()
+
+    def freed_nbytes(self) -> Mapping[str, int]:
+        """See ShardStore."""
+        return {name: path.stat().st_size for name, path in self._paths.items() if path.exists()}
+
+
+def digest_shard(path: Path) -> Shard:
+    """Name, size and sha256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Shard(path.name, path.stat().st_size, digest)
