@@ -9,6 +9,7 @@ from moepack.formats.pack import Pack
 from moepack.formats.progress import Advance, silent
 from moepack.packer.checkpoint import ConvertOptions, ExpertTensors
 from moepack.packer.convert import ConvertPlan, copied_file_bytes, copied_file_names
+from moepack.packer.source import INDEX_NAME
 from moepack.packer.tensors import TensorBytes
 
 __all__ = ["compare", "recorded_options"]
@@ -25,8 +26,10 @@ def compare(pack: Pack, plan: ConvertPlan, advance: Advance = silent) -> Iterato
     `advance` is told of bytes as they are compared.
     """
     manifest = pack.manifest
-    wanted_files = {n: copied_file_bytes(plan, n) for n in copied_file_names(plan.source.path)}
-    packed_files = {file.name: file.digest for file in manifest.files}
+    # The index says in which shard a tensor is, which is not what a model is.
+    names = [n for n in copied_file_names(plan.source.path) if n != INDEX_NAME]
+    wanted_files = {name: copied_file_bytes(plan, name) for name in names}
+    packed_files = {file.name: file.digest for file in manifest.files if file.name != INDEX_NAME}
     for name in sorted({*wanted_files, *packed_files}):
         if name not in packed_files:
             yield _whole(name, "is in the source, not in the pack")

@@ -12,7 +12,8 @@ __all__ = ["reference_page"]
 
 def reference_page() -> str:
     """Markdown: a section with the help of each subcommand."""
-    context = click.Context(cli, info_name="moepack", max_content_width=90, terminal_width=90)
+    width = {"max_content_width": 90, "terminal_width": 90}
+    context = click.Context(cli, info_name="moepack", **width, **cli.context_settings)
     parts = [
         "# Commands\n\nMade by `python -m moepack.tools.reference`. Exit codes: 0 done, 1 failed "
         "or different,\n2 usage, 130 interrupted. Answers and results go to stdout, everything "
@@ -21,9 +22,7 @@ def reference_page() -> str:
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
-        child = click.Context(
-            command, info_name=name, parent=context, max_content_width=90, terminal_width=90
-        )
+        child = click.Context(command, info_name=name, parent=context, **width)
         parts.append(f"\n## {name}\n\n```text\n{command.get_help(child)}\n```\n")
     return "".join(parts)
 
