@@ -104,10 +104,10 @@ def convert(
     """Write the planned pack to `destination` and return its manifest. A plan is good for one run.
 
     The destination appears whole or not at all. What a killed convert of the same source and
-    options left is verified and kept. `consume` deletes each shard of the source once its bytes
-    are in the pack, on disk; `store` says where shards come from when it is not the source's
-    folder. `advance` is told of bytes as they are written, `notify` gets notes for a person.
-    Raises SourceError.
+    options left is verified and kept. `consume` deletes each shard of the source once all its
+    bytes are in the pack, on disk; a shard with derived or left-out tensors stays. `store` says
+    where shards come from when it is not the source's folder. `advance` is told of bytes as they
+    are written, `notify` gets notes for a person. Raises SourceError.
     """
     source = plan.source
     check_destination(destination, overwrite)
@@ -115,7 +115,10 @@ def convert(
         raise SourceError(f"{destination}: is the source itself")
     if store is None:
         there = tuple(shard for shard in source.shards if shard.parent == source.path)
-        store = ConsumedShards(there) if consume else LocalShards(there)
+        restorable = plan.checkpoint.restorable
+        store = ConsumedShards(there, restorable) if consume else LocalShards(there)
+        if consume and (kept := sorted(s.name for s in there if store.keeps(s.name))):
+            notify(f"kept, as not all their bytes are in the pack: {', '.join(kept)}")
     try:
         with staging_folder(destination, overwrite, not store.keeps_source) as staging:
             journal = _open_journal(plan, staging, notify)
@@ -216,7 +219,7 @@ def _write_tensors(
             for file in {plan.layout.targets[name].file for name in fresh}:
                 files[file].flush()
                 os.fsync(files[file].fileno())
-            journal.add(fresh, released, store.keeps_source)
+            journal.add(fresh, [(shard, store.keeps(shard.name)) for shard in released])
             fresh.clear()
 
         for step in plan.steps:

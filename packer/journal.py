@@ -34,19 +34,19 @@ class Journal:
         journal._append([dict(binding)])
         return journal
 
-    def add(self, tensors: Mapping[str, bytes], shards: Iterable[Shard], is_kept: bool) -> None:
-        """Note tensors and released shards; durable when this returns.
+    def add(self, tensors: Mapping[str, bytes], shards: Iterable[tuple[Shard, bool]]) -> None:
+        """Note tensors, and released shards with whether they will still be there.
 
-        `is_kept`: the shards will still be there, and the tensors could be written again.
+        Durable when this returns.
         """
         shards = list(shards)
         self.tensors.update(tensors)
-        self.shards.update((shard.name, shard) for shard in shards)
+        self.shards.update((shard.name, shard) for shard, _ in shards)
         self._append(
             [{"tensor": name, "digest": digest.hex()} for name, digest in tensors.items()]
             + [
                 {"shard": s.name, "nbytes": s.nbytes, "sha256": s.sha256, "is_kept": is_kept}
-                for s in shards
+                for s, is_kept in shards
             ]
         )
 

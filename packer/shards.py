@@ -21,6 +21,9 @@ class ShardStore(Protocol):
 
     keeps_source: bool
 
+    def keeps(self, name: str) -> bool:
+        """Whether the shard will still be there after it was discarded."""
+
     def fetch(self, name: str) -> None:
         """Have the shard's bytes at its path. Raises SourceError."""
 
@@ -50,6 +53,10 @@ class LocalShards:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
         self._digests: dict[str, Future[Shard]] = {}
 
+    def keeps(self, name: str) -> bool:
+        """See ShardStore."""
+        return True
+
     def fetch(self, name: str) -> None:
         """See ShardStore: begins its digest."""
         if name not in self._paths:
@@ -77,27 +84,39 @@ class LocalShards:
 
 
 class ConsumedShards(LocalShards):
-    """Shards of a folder, deleted once everything in them is in the pack, on disk and digested."""
+    """Shards of a folder, deleted once everything in them is in the pack, on disk and digested.
+
+    Only those in `restorable` are: of the others, some bytes are not in the pack.
+    """
 
     keeps_source = False
 
-    def __init__(self, shards: tuple[Path, ...]) -> None:
+    def __init__(self, shards: tuple[Path, ...], restorable: frozenset[str]) -> None:
         super().__init__(shards)
+        self._restorable = restorable
         for path in shards:
             # Its bytes may belong to someone else too: another snapshot, another folder.
-            if path.is_symlink() or path.stat().st_nlink != 1:
+            if path.name in restorable and (path.is_symlink() or path.stat().st_nlink != 1):
                 raise SourceError(f"{path}: is a link; --consume takes plain files only")
+
+    def keeps(self, name: str) -> bool:
+        """See ShardStore."""
+        return name not in self._restorable
 
     def discard(self, name: str) -> None:
         """See ShardStore: the file goes."""
-        path = self._paths[name]
-        if path.exists():
+        path = self._paths.get(name)
+        if path is not None and path.exists() and not self.keeps(name):
             os.truncate(path, 0)  # MLX may still hold it open, and with it the space
             path.unlink()
 
     def freed_nbytes(self) -> Mapping[str, int]:
         """See ShardStore."""
-        return {name: path.stat().st_size for name, path in self._paths.items() if path.exists()}
+        return {
+            name: path.stat().st_size
+            for name, path in self._paths.items()
+            if path.exists() and not self.keeps(name)
+        }
 
 
 def digest_shard(path: Path) -> Shard:

@@ -27,10 +27,13 @@ from moepack.formats.pack import is_pack
 __all__ = [
     "COPIED_PATTERNS",
     "INDEX_NAME",
+    "MAX_HEADER_NBYTES",
     "STUBS_NAME",
     "SourceFolder",
     "TensorRange",
+    "cached_folder",
     "find_folder",
+    "is_repository",
     "open_folder",
     "open_source",
     "read_json",
@@ -54,6 +57,7 @@ COPIED_PATTERNS = (
 SOURCE_PATTERNS = (*COPIED_PATTERNS, "*.safetensors")
 STUBS_NAME = "stubs"  # in the staging folder of a convert that consumes or fetches its source
 INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_NBYTES = 100 * 10**6  # the safetensors library's own limit
 MAX_JSON_NBYTES = 64 * 2**20  # a config or index; the largest known index has 12 MB
 
 
@@ -99,6 +103,16 @@ class SourceFolder:
         }
 
 
+def is_repository(text: str) -> bool:
+    """Whether `text` names a repository on the hub: `org/name`, and no path that exists."""
+    return (
+        text.count("/") == 1
+        and not text.startswith((".", "/", "~"))
+        and not text.endswith("/")
+        and not Path(text).exists()
+    )
+
+
 def find_folder(
     text: str, revision: str | None = None, patterns: Sequence[str] = SOURCE_PATTERNS
 ) -> tuple[Path, str | None, str | None]:
@@ -108,7 +122,7 @@ def find_folder(
     SourceError when neither is there.
     """
     path = Path(text).expanduser()
-    if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
+    if not is_repository(text):
         if not path.is_dir():
             what = "not a folder" if path.exists() else "no such folder"
             raise SourceError(f"{text}: {what}")
@@ -188,6 +202,22 @@ def open_folder(
     _check_quantized_groups(tensors)
     stray = tuple(p for p in found if p not in shards)
     return SourceFolder(path, name, commit, config, tuple(shards), stray, tensors, headers)
+
+
+def cached_folder(repository: str, revision: str | None) -> Path | None:
+    """The cached snapshot of a repository, whole or not; None when there is none."""
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(SOURCE_PATTERNS),
+            local_files_only=True,
+        )
+    except IncompleteSnapshotError as error:
+        return Path(error.snapshot_path)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(folder)
 
 
 def _shard_path(folder: Path, name: str, stubs: Path | None) -> Path:

@@ -1,6 +1,7 @@
 """`moepack convert`: a checkpoint to a pack."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -33,6 +34,11 @@ __all__ = ["command", "default_pack"]
 )
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pack, when done.")
+@click.option(
+    "--consume",
+    is_flag=True,
+    help="Delete each shard of SOURCE once all of it is in the pack; unpack gives it back.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and stop.")
 @json_option
 @debug_option
@@ -46,27 +52,34 @@ def command(
     dtype: str | None,
     revision: str | None,
     overwrite: bool,
+    consume: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Rewrite a checkpoint as a pack.
 
     SOURCE is a folder with an MLX or Hugging Face checkpoint, or org/name from the Hugging Face
-    cache or hub. PACK defaults to the source's name with .moepack in this folder.
+    cache or hub; from the hub, only one shard at a time is on disk. PACK defaults to the source's
+    name with .moepack in this folder.
     """
     if not quantize and (q_bits, q_group_size, q_mode) != (None, None, "affine"):
         raise click.UsageError("--q-bits, --q-group-size and --q-mode need -q")
     from moepack.packer.checkpoint import ConvertOptions
     from moepack.packer.convert import convert, plan_convert, summary
-    from moepack.packer.publishing import check_destination
-    from moepack.packer.source import open_source
+    from moepack.packer.opening import open_for_convert
+    from moepack.packer.publishing import check_destination, staging_path
 
     destination = pack if pack is not None else default_pack(source)
     if not dry_run:
         check_destination(destination, overwrite)
     started = time.perf_counter()
     options = ConvertOptions(quantize, q_bits, q_group_size, q_mode, dtype)
-    plan = plan_convert(open_source(source, revision), options)
+    opened, store = open_for_convert(source, revision, destination)
+    if consume and store is not None:
+        raise click.UsageError(
+            "--consume is for local folders; from the hub nothing is kept anyway"
+        )
+    plan = plan_convert(opened, options)
     for warning in plan.warnings:
         note(f"warning: {warning}")
     result = {
@@ -82,8 +95,18 @@ def command(
             note(f"  left out: {name} ({nbytes:,} bytes)")
     if not dry_run:
         with progress("convert", plan.nbytes) as advance:
-            manifest = convert(plan, destination, overwrite=overwrite, advance=advance)
+            manifest = convert(
+                plan,
+                destination,
+                overwrite=overwrite,
+                consume=consume,
+                store=store,
+                advance=advance,
+                notify=note,
+            )
         result["pack_id"] = manifest.pack_id
+    elif store is not None:
+        shutil.rmtree(staging_path(destination), ignore_errors=True)  # the headers fetched
     result["elapsed_s"] = time.perf_counter() - started
     if as_json:
         click.echo(json.dumps(result))
