@@ -196,7 +196,7 @@ def _quantization_below(module: nn.Module) -> dict[str, Quantization]:
     return {
         path: Quantization(m.bits, m.group_size, m.mode)
         for path, m in module.named_modules()
-        if "scales" in m and hasattr(m, "bits")
+        if "scales" in m and hasattr(m, "bits") and hasattr(m, "mode")
     }
 
 

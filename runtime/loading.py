@@ -126,7 +126,7 @@ def load_engine(
     shared = load_shared(opened)
     _put_shared(model, manifest, shared)
 
-    probes = [ShapeProbe() for _ in manifest.modules]
+    probes = [ShapeProbe(stock[module.path]) for module in manifest.modules]
     for module, probe in zip(manifest.modules, probes, strict=True):
         _replace(model, module.path, probe)
     shape = measure_shape(model, probes, context)
@@ -186,8 +186,14 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 return weights
 
-        return EmptyModel, args_class
+        class StatedArguments(args_class):  # type: ignore[misc, valid-type]
+            @classmethod
+            def from_dict(cls, config: dict[str, Any]) -> Any:
+                return args_class.from_dict(stated)
 
+        return EmptyModel, StatedArguments
+
+    stated = mlx_lm.utils.load_config(pack.path)
     try:
         model, config = mlx_lm.utils.load_model(
             pack.path,

@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from moepack.runtime.standing import StandIn
+
 __all__ = ["SpreadExperts", "Spreader", "spread_linears"]
 
 # A quantized matrix of fewer weights takes less time than handing it to another thread.
@@ -66,12 +68,11 @@ class Spreader:
         return mx.concatenate(parts, axis=-3 if by_token else -2)
 
 
-class SpreadExperts(nn.Module):
+class SpreadExperts(StandIn):
     """A resident expert module whose experts are dealt out to streams."""
 
     def __init__(self, stock: nn.Module, spreader: Spreader) -> None:
-        super().__init__()
-        self.stock = stock
+        super().__init__(stock)
         self._spreader = spreader
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:

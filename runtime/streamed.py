@@ -21,6 +21,7 @@ from moepack.runtime.counters import Counters, LayerCounters
 from moepack.runtime.reading import RecordReader, wait_for
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Ids, Spreader
+from moepack.runtime.standing import StandIn
 from moepack.runtime.waves import Wave, plan_waves
 
 __all__ = ["StreamedExperts"]
@@ -30,7 +31,7 @@ MAX_LAZY_TOKENS = 16
 MAX_LAZY_CALLS = 32
 
 
-class StreamedExperts(nn.Module):
+class StreamedExperts(StandIn):
     """Stands where `stock`, an expert module whose parameters are the banks' arrays, stood."""
 
     def __init__(
@@ -41,8 +42,7 @@ class StreamedExperts(nn.Module):
         slots: SlotCache,
         spreader: Spreader,
     ) -> None:
-        super().__init__()
-        self.stock = stock
+        super().__init__(stock)
         # Underscored, so that nn.Module does not take them for parameters.
         self._reader = reader
         self._banks = banks

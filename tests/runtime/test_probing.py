@@ -50,7 +50,7 @@ def test_measured_shape_is_a_real_calls(family: tuple[str, Path], context: int) 
     model, _ = mlx_lm.utils.load_model(source)
     expected = real_cache_nbytes(model, context)
     modules = find_expert_modules(model)
-    probes = [ShapeProbe() for _ in modules]
+    probes = [ShapeProbe(m) for _, m in modules]
     for (path, _), probe in zip(modules, probes, strict=True):
         _replace(model, path, probe)
     shape = measure_shape(model, probes, context)
@@ -75,7 +75,7 @@ def test_measuring_evaluates_nothing(float_source: Path) -> None:
     """A context of a hundred thousand tokens costs no memory."""
     model, _ = mlx_lm.utils.load_model(float_source)
     modules = find_expert_modules(model)
-    probes = [ShapeProbe() for _ in modules]
+    probes = [ShapeProbe(m) for _, m in modules]
     for (path, _), probe in zip(modules, probes, strict=True):
         _replace(model, path, probe)
     mx.reset_peak_memory()
@@ -89,4 +89,4 @@ def test_module_that_is_never_called_is_an_error(float_source: Path) -> None:
     """Its top-k could not be known."""
     model, _ = mlx_lm.utils.load_model(float_source)
     with pytest.raises(ValueError, match=r"\[0\] are never called"):
-        measure_shape(model, [ShapeProbe()], 4)
+        measure_shape(model, [ShapeProbe(nn.Module())], 4)
