@@ -29,6 +29,7 @@ from moepack.formats.errors import SourceError
 from moepack.formats.manifest import Quantization
 from moepack.packer.configs import lift_config
 from moepack.packer.source import SourceFolder
+from moepack.packer.stacking import stack_experts
 from moepack.packer.tensors import MLX_DTYPE_NAMES, CopiedTensor, DerivedTensor, TensorBytes
 
 __all__ = ["Checkpoint", "ConvertOptions", "ExpertTensors", "load_source_model", "understand"]
@@ -213,8 +214,8 @@ def _load_lazily(
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 loaded.update(weights)
                 if hasattr(model_class, "sanitize"):
-                    return super().sanitize(weights)  # type: ignore[no-any-return]
-                return weights
+                    weights = super().sanitize(weights)
+                return stack_experts(weights, dict(find_expert_modules(self)))
 
         return NotingModel, args_class
 
@@ -224,6 +225,8 @@ def _load_lazily(
             model, config = mlx_lm.utils.load_model(
                 Path(folder), lazy=True, strict=True, get_model_classes=noting_classes
             )
+        except SourceError as error:
+            raise SourceError(f"{source.path}: {error}") from error
         except Exception as error:  # a loader for 100 families raises anything
             raise SourceError(f"{source.path}: {_load_failure(error)}") from error
         model.__class__ = type(model).__mro__[1]
