@@ -185,12 +185,15 @@ def _expert_tensors(path: str, module: nn.Module) -> tuple[int, list[str]]:
     if len(counts) != 1:
         raise SourceError(f"{path}: projections with different numbers of experts {sorted(counts)}")
     (n_experts,) = counts
-    return n_experts, [
-        f"{name}.{parameter}"
-        for name, m in linears.items()
-        for parameter, array in tree_flatten(m.parameters())
-        if array.ndim >= 1 and array.shape[0] == n_experts
-    ]
+    names = []
+    for name, m in linears.items():
+        parameters: dict[str, mx.array] = dict(tree_flatten(m.parameters()))
+        names += [
+            f"{name}.{parameter}"
+            for parameter, array in parameters.items()
+            if array.ndim >= 1 and array.shape[0] == n_experts
+        ]
+    return n_experts, names
 
 
 def _quantization_below(module: nn.Module) -> dict[str, Quantization]:

@@ -130,9 +130,9 @@ def convert(
     except SourceError:
         raise
     except OSError as error:
-        kept = "nothing was kept" if store.keeps_source else "run it again to go on from here"
+        after = "nothing was kept" if store.keeps_source else "run it again to go on from here"
         raise SourceError(
-            f"{destination}: {error.strerror or error}; {kept} ({plan.nbytes:,} bytes needed, "
+            f"{destination}: {error.strerror or error}; {after} ({plan.nbytes:,} bytes needed, "
             f"{shutil.disk_usage(destination.parent).free:,} free)"
         ) from error
     finally:

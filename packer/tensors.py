@@ -102,4 +102,4 @@ def array_bytes(array: mx.array) -> memoryview:
     if flat.dtype == mx.bfloat16:  # NumPy has no bfloat16
         flat = flat.view(mx.uint16)
     mx.eval(flat)
-    return memoryview(np.array(flat, copy=False).view(np.uint8))
+    return np.array(flat, copy=False).view(np.uint8).data

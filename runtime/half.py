@@ -47,7 +47,7 @@ class WideningSwitchLinear(nn.Module):
     """
 
     def __init__(self, stock: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weight = stock.weight
         if "bias" in stock:
             self.bias = stock.bias

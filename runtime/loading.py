@@ -7,6 +7,7 @@ quantization; nothing of it is evaluated before its expert modules have been rep
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
+from moepack.runtime.adapters import apply_adapters
 from moepack.runtime.banks import Banks
 from moepack.runtime.counters import Counters, add
 from moepack.runtime.half import compute_in_float32, needs_float32
@@ -71,16 +73,18 @@ def load(
     *,
     memory: str | int = "auto",
     expert_cache: str | int | None = None,
+    adapter_path: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """The pair `(model, tokenizer)` that `mlx_lm.load` gives, for the pack at this path.
 
     `memory` bounds all that the process uses: bytes as an int, "6GB", or "auto" for what the
     machine has. `expert_cache` bounds the resident experts alone: a size, "all", "floor" (top-k
-    experts a layer, the fewest that work), or None for what `memory` leaves. Raises SourceError
-    (no pack, no tokenizer), FormatError (a damaged pack), BudgetError (naming the smallest value
-    that works).
+    experts a layer, the fewest that work), or None for what `memory` leaves. `adapter_path` is the
+    folder of a LoRA adapter that mlx-lm made, of shared weights only. Raises SourceError
+    (no pack, no tokenizer, no usable adapter), FormatError (a damaged pack), BudgetError (naming
+    the smallest value that works).
     """
-    engine = load_engine(pack, memory=memory, expert_cache=expert_cache)
+    engine = load_engine(pack, memory=memory, expert_cache=expert_cache, adapter_path=adapter_path)
     return engine.model, engine.tokenizer()
 
 
@@ -89,9 +93,10 @@ def load_model(
     *,
     memory: str | int = "auto",
     expert_cache: str | int | None = None,
+    adapter_path: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """As `load`, but `(model, config)` and no tokenizer needed: as `mlx_lm.utils.load_model`."""
-    engine = load_engine(pack, memory=memory, expert_cache=expert_cache)
+    engine = load_engine(pack, memory=memory, expert_cache=expert_cache, adapter_path=adapter_path)
     return engine.model, engine.config
 
 
@@ -100,6 +105,7 @@ def load_engine(
     *,
     memory: str | int = "auto",
     expert_cache: str | int | None = None,
+    adapter_path: str | os.PathLike[str] | None = None,
     context: int = DEFAULT_CONTEXT,
     prefill_step: int = DEFAULT_PREFILL_STEP,
     keep_streaming: bool = False,
@@ -125,6 +131,10 @@ def load_engine(
         _check_parts(module, stock[module.path])
     shared = load_shared(opened)
     _put_shared(model, manifest, shared)
+    if adapter_path is not None:
+        for module in manifest.modules:
+            _replace(model, module.path, nn.Module())
+        apply_adapters(model, Path(adapter_path), stock)
 
     probes = [ShapeProbe(stock[module.path]) for module in manifest.modules]
     for module, probe in zip(manifest.modules, probes, strict=True):
@@ -212,9 +222,8 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
 def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> None:
     """Load the shared weights strictly: the same names and shapes as the model's, no more."""
     experts = {f"{m.path}.{part.name}" for m in manifest.modules for part in m.parts}
-    wanted = {
-        name: array.shape for name, array in tree_flatten(model.parameters()) if name not in experts
-    }
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    wanted = {name: array.shape for name, array in parameters.items() if name not in experts}
     for name, array in shared.arrays.items():
         if name not in wanted:
             raise FormatError(f"shared tensor {name!r}: the model has no such parameter")
@@ -231,7 +240,8 @@ def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> 
 def _check_parts(module: ExpertModule, stock: nn.Module) -> None:
     """The pack's parts are the model's parameters, of the same shapes. Raises FormatError."""
     packed = {part.name: (module.n_experts, *part.shape) for part in module.parts}
-    wanted = {name: tuple(array.shape) for name, array in tree_flatten(stock.parameters())}
+    parameters: dict[str, mx.array] = dict(tree_flatten(stock.parameters()))
+    wanted = {name: tuple(array.shape) for name, array in parameters.items()}
     for name in packed:
         if name not in wanted:
             raise FormatError(f"module {module.path!r} part {name!r}: the model has no such part")
@@ -248,7 +258,7 @@ def _check_parts(module: ExpertModule, stock: nn.Module) -> None:
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module:
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     if path not in modules:
         raise FormatError(f"module {path!r}: the model has no such module")
     return modules[path]

@@ -73,8 +73,7 @@ def _cache_sizes(model: nn.Module, n_tokens: int) -> list[int]:
     """Bytes of each array of the caches after a call on `n_tokens` tokens; 0 for one not there."""
     cache: list[Any] = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
-    return [
-        leaf.nbytes if isinstance(leaf, mx.array) else 0
-        for entry in cache
-        for _, leaf in tree_flatten(entry.state)
-    ]
+    leaves: list[Any] = []
+    for entry in cache:
+        leaves += dict(tree_flatten(entry.state)).values()
+    return [leaf.nbytes if isinstance(leaf, mx.array) else 0 for leaf in leaves]

@@ -11,7 +11,7 @@ class StandIn(nn.Module):
     """Stands where `stock` stood. Some models keep more below an expert module than its experts."""
 
     def __init__(self, stock: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self["stock"] = stock
 
     def __getattr__(self, name: str) -> Any:

@@ -44,7 +44,7 @@ def plan_waves(
     halves = [passing[:middle], passing[middle:] or passing]
 
     # From the end backwards, so that the waves whose experts stay are full.
-    reading = []
+    reading: list[Wave] = []
     while misses:
         slots = halves[len(reading) % 2]
         taken = misses[-len(slots) :]

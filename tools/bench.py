@@ -132,7 +132,8 @@ def _forcing(tokens: list[int]) -> "Callable[[mx.array], mx.array]":
     remaining = iter([*tokens[1:], *tokens])
 
     def sampler(logprobs: mx.array) -> mx.array:
-        return mx.depends(mx.array([next(remaining)]), logprobs)
+        token: mx.array = mx.depends(mx.array([next(remaining)]), logprobs)
+        return token
 
     return sampler
 

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEBUG_KEY = "moepack.debug"  # in click's context, for whoever prints errors
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]
     """Bytes as an int, from `8GB`, `8GiB`, `512MB` or `8` (GB); or one of some words, unchanged."""
 
     name = "size"
@@ -43,7 +43,7 @@ class Size(click.ParamType):
             self.fail(f"{error}{words}", param, ctx)
 
 
-class JsonObject(click.ParamType):
+class JsonObject(click.ParamType):  # type: ignore[type-arg]
     """A JSON object given as text."""
 
     name = "json"

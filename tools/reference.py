@@ -3,6 +3,8 @@
 python -m moepack.tools.reference > tools/COMMANDS.md
 """
 
+from typing import Any
+
 import click
 
 from moepack.tools.cli import COMMANDS, cli
@@ -12,7 +14,7 @@ __all__ = ["reference_page"]
 
 def reference_page() -> str:
     """Markdown: a section with the help of each subcommand."""
-    width = {"max_content_width": 90, "terminal_width": 90}
+    width: dict[str, Any] = {"max_content_width": 90, "terminal_width": 90}
     context = click.Context(cli, info_name="moepack", **width, **cli.context_settings)
     parts = [
         "# Commands\n\nMade by `python -m moepack.tools.reference`. Exit codes: 0 done, 1 failed "

@@ -55,6 +55,11 @@ __all__ = ["command"]
 )
 @click.option("--chat-template-args", type=JsonObject(), metavar="JSON", help="For the template.")
 @click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
+@click.option(
+    "--adapter-path",
+    type=click.Path(path_type=Path),
+    help="A LoRA adapter by mlx-lm, of shared weights.",
+)
 @memory_option
 @expert_cache_option
 @json_option
@@ -76,6 +81,7 @@ def command(
     prompt_cache_file: Path | None,
     chat_template_args: dict[str, Any] | None,
     ignore_chat_template: bool,
+    adapter_path: Path | None,
     memory: int | str,
     expert_cache: int | str,
     as_json: bool,
@@ -114,7 +120,11 @@ def command(
     )
     started = time.perf_counter()
     engine = load_engine(
-        open_pack(pack), memory=memory, expert_cache=expert_cache, prefill_step=prefill_step_size
+        open_pack(pack),
+        memory=memory,
+        expert_cache=expert_cache,
+        adapter_path=adapter_path,
+        prefill_step=prefill_step_size,
     )
     tokenizer = engine.tokenizer()
     load_s = time.perf_counter() - started
