@@ -36,7 +36,11 @@ def command(pack: str, as_json: bool) -> None:
         click.echo("options  " + ", ".join(f"{k}={v}" for k, v in source.options.items()))
     for name, nbytes in source.dropped.items():
         click.echo(f"left out {name}  {format_size(nbytes)}")
-    click.echo(f"shared   {len(manifest.shared)} tensors, {format_size(manifest.shared_nbytes)}")
+    click.echo(
+        f"shared   {len(manifest.shared)} tensors, "
+        f"{format_size(sum(t.nbytes for t in manifest.shared))} "
+        f"({format_size(manifest.shared_nbytes)} aligned)"
+    )
     click.echo(f"experts  {len(manifest.modules)} modules, {format_size(manifest.expert_nbytes)}")
     click.echo(f"{'file':20} {'experts':>7} {'record':>9} {'stride':>11}  bits  module")
     for module in figures["modules"]:
