@@ -8,9 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, HfFileSystem
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from moepack.formats.errors import SourceError
 from moepack.formats.manifest import Shard
@@ -25,9 +23,6 @@ from moepack.packer.source import (
 )
 
 __all__ = ["HubShards", "open_hub_source"]
-
-# What reading from the hub raises: its own errors, the HTTP client's, and the file system's.
-HUB_ERRORS = (HfHubHTTPError, OfflineModeIsEnabled, httpx2.HTTPError, OSError)
 
 
 def open_hub_source(
@@ -53,7 +48,9 @@ def open_hub_source(
             if not stub.is_file() or stub.stat().st_size != nbytes:
                 path = f"{repository}@{commit}/{name}"
                 write_stub(stub, _fetch_header(remote, path, nbytes), nbytes)
-    except HUB_ERRORS as error:
+    except SourceError:
+        raise
+    except Exception as error:  # the hub's errors, and those of whatever HTTP client it uses
         raise SourceError(f"{repository}: {_reason(error)}") from error
     source = open_folder(folder, repository, commit, stubs=stubs)
     return source, HubShards(source, files)
@@ -93,7 +90,7 @@ class HubShards:
                 HfFileSystem().get_file(path, outfile=file)
                 file.flush()
                 os.fsync(file.fileno())
-        except HUB_ERRORS as error:
+        except Exception as error:  # as above
             raise SourceError(
                 f"{path}: {_reason(error)}; run the same command again to go on from here"
             ) from error
