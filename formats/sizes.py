@@ -20,7 +20,7 @@ def parse_size(text: str | int) -> int:
     """
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write it as 8GB, 8GiB, 512MB or 8 (GB)")

@@ -1,6 +1,7 @@
 """The repository passes ruff and mypy --strict."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,9 @@ def test_mypy_has_nothing_to_say(link_tree: Path) -> None:
     status, output = mypy(link_tree, *packages)
     n_files = sum(1 for package in PACKAGES for _ in (ROOT / package).rglob("*.py"))
     assert status == 0, output
-    assert f"no issues found in {n_files} source files" in output
+    match = re.search(r"no issues found in (\d+) source files", output)
+    assert match is not None
+    assert int(match[1]) >= n_files
 
 
 def test_mypy_sees_a_wrong_type_across_packages(link_tree: Path, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def test_a_memory_too_small_is_refused_with_a_size_that_works(
     smallest = capsys.readouterr().err.split("--memory ")[-1].strip()
     # This process grows while tests run in it; the figure is for the next start.
     assert (
-        main([*arguments, "--memory", f"{1.2 * float(smallest.rstrip('GMB'))}{smallest[-2:]}"]) == 0
+        main([*arguments, "--memory", f"{1.2 * float(smallest.rstrip('GMB')):.1f}{smallest[-2:]}"])
+        == 0
     )
 
 
