@@ -34,6 +34,7 @@ from moepack.packer.tensors import MLX_DTYPE_NAMES, CopiedTensor, DerivedTensor,
 
 __all__ = ["Checkpoint", "ConvertOptions", "ExpertTensors", "load_source_model", "understand"]
 
+TOWER_CONFIGS = ("vision_config", "audio_config")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -136,7 +137,7 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
         modules=tuple(experts),
         shared={n: locate(n) for n in sorted(parameters, key=natural_key)},
         quantization=quantization,
-        config=_changed_config(source, config, options),
+        config=_changed_config(source, config, options, bool(dropped)),
         dropped=dropped,
         renamed={name: path for name, path in copied.items() if name != path},
         restorable=frozenset(shard.name for shard in source.shards)
@@ -145,13 +146,17 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
 
 
 def _changed_config(
-    source: SourceFolder, loaded: dict[str, Any], options: ConvertOptions
+    source: SourceFolder, loaded: dict[str, Any], options: ConvertOptions, is_text_of_more: bool
 ) -> dict[str, Any] | None:
-    """The config that the pack must have in place of the source's own; None to keep that."""
-    if options.as_map():
-        return loaded
-    lifted = lift_config(source.config)
-    return lifted if lifted != source.config else None
+    """The config that the pack must have in place of the source's own; None to keep that.
+
+    Where tensors were left out, it says no more that there is a vision or audio tower.
+    """
+    config = dict(loaded) if options.as_map() else lift_config(source.config)
+    if is_text_of_more:
+        for key in TOWER_CONFIGS:
+            config.pop(key, None)
+    return config if config != source.config else None
 
 
 def load_source_model(

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moepack.formats.errors import SourceError
 
-__all__ = ["lift_config"]
+__all__ = ["lift_config", "unread_rope_keys"]
 
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
@@ -147,6 +147,26 @@ def _lift_rope(
             raise SourceError(_unreadable(lifted, "rope_parameters.rope_type"))
         if "rope_scaling" in fields:
             lifted["rope_scaling"] = scaling if is_scaled else None
+
+
+def unread_rope_keys(config: Mapping[str, Any]) -> list[str]:
+    """Stated keys of a scaled rope that no code of mlx-lm's model names, such as `truncate`.
+
+    mlx-lm ignores them, so a pack does: its tokens are mlx-lm's. A user should know.
+    """
+    module = _model_module(config)
+    if module is None:
+        return []
+    code = "".join(inspect.getsource(m) for m in _modules_below(module))
+    return [
+        f"{owner}.{key}"
+        for part in (config, config.get("text_config") or {})
+        for owner in ("rope_scaling", "rope_parameters")
+        if isinstance(rope := part.get(owner), dict)
+        for key, value in rope.items()
+        if value is not None and not isinstance(value, dict)
+        if not re.search(rf"\b{re.escape(key)}\b", code)
+    ]
 
 
 def _unreadable(config: Mapping[str, Any], key: str) -> str:

@@ -17,6 +17,7 @@ from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.packer.checkpoint import Checkpoint, ConvertOptions, config_text, understand
+from moepack.packer.configs import unread_rope_keys
 from moepack.packer.journal import JOURNAL_NAME, Journal, journal_consumed
 from moepack.packer.publishing import (
     check_destination,
@@ -83,6 +84,10 @@ def plan_convert(source: SourceFolder, options: ConvertOptions) -> ConvertPlan:
     ]
     if not has_tokenizer(source.path):
         warnings.append("the source has no tokenizer; moepack run needs one")
+    warnings += [
+        f"config.json states {key}, which mlx-lm ignores; so does the pack"
+        for key in unread_rope_keys(source.config)
+    ]
     plan = ConvertPlan(source, options, checkpoint, lay_out(checkpoint), (), tuple(warnings))
     needs = {
         path: frozenset(source.tensors[name].path.name for name in tensor.sources)

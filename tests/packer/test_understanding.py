@@ -1,5 +1,6 @@
 """Understanding a checkpoint: what is copied, derived or dropped, and what is an expert."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -150,3 +151,17 @@ def test_derived_rows_are_row_major_bytes(dtype: mx.Dtype) -> None:
     array = mx.arange(12).reshape(3, 4).astype(dtype).T
     expected = b"".join(bytes(memoryview(mx.contiguous(array[i]))) for i in range(4))
     assert b"".join(bytes(row) for row in DerivedTensor(array, frozenset()).rows(5)) == expected
+
+
+def test_the_config_of_a_text_only_pack_names_no_vision_tower(
+    float_source: Path, tmp_path: Path
+) -> None:
+    """What was left out is not described; what passed through whole is copied as it is."""
+    weights = read_weights(float_source)
+    config = json.loads((float_source / "config.json").read_text())
+    config |= {"tie_word_embeddings": True, "vision_config": {"depth": 3}}
+    source = resave(float_source, tmp_path / "s", weights, config=config)
+    checkpoint = understand(open_source(str(source)), ConvertOptions())
+    assert checkpoint.dropped
+    assert checkpoint.config is not None
+    assert "vision_config" not in checkpoint.config
