@@ -22,7 +22,10 @@ from moepack.packer.journal import JOURNAL_NAME, Journal, journal_consumed
 from moepack.packer.publishing import (
     check_destination,
     clear_folder,
+    clear_notes,
+    fsync_folder,
     staging_folder,
+    staging_path,
     write_file,
 )
 from moepack.packer.shards import ConsumedShards, LocalShards, ShardStore
@@ -124,18 +127,25 @@ def convert(
         store = ConsumedShards(there, restorable) if consume else LocalShards(there)
         if consume and (kept := sorted(s.name for s in there if store.keeps(s.name))):
             notify(f"kept, as not all their bytes are in the pack: {', '.join(kept)}")
+    # What was consumed before is nowhere else, whether or not this convert consumes.
+    keeps_staging = not store.keeps_source or journal_consumed(
+        staging_path(destination) / JOURNAL_NAME
+    )
     try:
-        with staging_folder(destination, overwrite, not store.keeps_source) as staging:
+        with staging_folder(destination, overwrite, keeps_staging) as staging:
             journal = _open_journal(plan, staging, notify)
             _check_space(plan, staging, destination, store)
             if not store.keeps_source:
                 save_stubs(source, staging / STUBS_NAME)
             _write_tensors(plan, staging, store, journal, advance)
             manifest = _finish(plan, staging, journal)
+            if not keeps_staging:
+                clear_notes(staging)
+        clear_notes(destination)  # of shards that are gone, not before the pack is there
     except SourceError:
         raise
     except OSError as error:
-        after = "nothing was kept" if store.keeps_source else "run it again to go on from here"
+        after = "run it again to go on from here" if keeps_staging else "nothing was kept"
         raise SourceError(
             f"{destination}: {error.strerror or error}; {after} ({plan.nbytes:,} bytes needed, "
             f"{shutil.disk_usage(destination.parent).free:,} free)"
@@ -152,22 +162,22 @@ def _open_journal(plan: ConvertPlan, staging: Path, notify: Callable[[str], obje
     had_journal = path.is_file()
     journal = Journal(path, binding) if had_journal else None
     if journal is None or not journal.is_resumed:
-        if had_journal and not journal_consumed(path):
-            notify("an unfinished convert of another source or options is replaced")
-        if not had_journal or not journal_consumed(path):
-            clear_folder(staging, keep=STUBS_NAME)
-        else:
+        if journal_consumed(path):
             raise SourceError(
                 f"{staging}: holds shards of another source or options, consumed into it; finish "
                 "that convert, or move the folder away"
             )
+        if had_journal:
+            notify("an unfinished convert of another source or options is replaced")
+        clear_folder(staging, keep=STUBS_NAME if _stubs_of(plan) else None)
         (staging / "experts").mkdir()
         return Journal.start(path, binding)
+    gone = journal.shards.keys() & _stubs_of(plan)
     for name, digest in list(journal.tensors.items()):
         target = plan.layout.targets[name]
         file = staging / target.file
         if not file.is_file() or digest_target(file, target) != digest:
-            if journal_consumed(path) and journal.shards.keys() & _shards_of(plan, name):
+            if gone & _shards_of(plan, name):
                 raise SourceError(f"{staging}: {name} is damaged and its source is gone")
             journal.forget(name)
     notify(f"resuming: {len(journal.tensors)} of {len(plan.layout.targets)} tensors are there")
@@ -191,6 +201,11 @@ def _binding(plan: ConvertPlan) -> dict[str, Any]:
             for name in copied_file_names(plan.source.path)
         },
     }
+
+
+def _stubs_of(plan: ConvertPlan) -> set[str]:
+    """The shards that are not in the source's folder: consumed, or on the hub."""
+    return {shard.name for shard in plan.source.shards if shard.parent != plan.source.path}
 
 
 def _shards_of(plan: ConvertPlan, tensor: str) -> set[str]:
@@ -218,6 +233,9 @@ def _write_tensors(
         for name, nbytes in plan.layout.file_nbytes.items():
             files[name] = (staging / name).open("r+b" if (staging / name).exists() else "x+b")
             files[name].truncate(nbytes)
+        if not store.keeps_source:  # names are durable before a shard goes
+            for folder in (staging / "experts", staging / STUBS_NAME, staging, staging.parent):
+                fsync_folder(folder)
         fresh: dict[str, bytes] = {}
 
         def sync(released: list[Shard]) -> None:
@@ -257,7 +275,6 @@ def _finish(plan: ConvertPlan, staging: Path, journal: Journal) -> Manifest:
         replace(m, digests=digest_records(staging / m.file, m, journal.tensors))
         for m in layout.modules
     )
-    shutil.rmtree(staging / STUBS_NAME, ignore_errors=True)
     manifest = Manifest(
         version=VERSION,
         alignment=ALIGNMENT,
@@ -279,7 +296,6 @@ def _finish(plan: ConvertPlan, staging: Path, journal: Journal) -> Manifest:
     )
     _count(plan, manifest)
     write_file(staging / MANIFEST_NAME, encode(manifest))
-    journal.remove()
     return manifest
 
 

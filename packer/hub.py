@@ -41,13 +41,16 @@ def open_hub_source(
             for entry in info.siblings or []
             if entry.rfilename.endswith(".safetensors") and "/" not in entry.rfilename
         }
-        stubs.mkdir(parents=True, exist_ok=True)
+        stubs.parent.mkdir(exist_ok=True)
+        stubs.mkdir(exist_ok=True)
+        for stub in stubs.iterdir():
+            if stub.name not in files:
+                stub.unlink()
         remote = HfFileSystem()
         for name, (nbytes, _) in files.items():
-            stub = stubs / name
-            if not stub.is_file() or stub.stat().st_size != nbytes:
-                path = f"{repository}@{commit}/{name}"
-                write_stub(stub, _fetch_header(remote, path, nbytes), nbytes)
+            header = _fetch_header(remote, f"{repository}@{commit}/{name}", nbytes)
+            if not _is_stub(stubs / name, header, nbytes):
+                write_stub(stubs / name, header, nbytes)
     except SourceError:
         raise
     except Exception as error:  # the hub's errors, and those of whatever HTTP client it uses
@@ -64,6 +67,14 @@ def _fetch_header(remote: HfFileSystem, path: str, nbytes: int) -> bytes:
         if len(prefix) < 8 or size > min(MAX_HEADER_NBYTES, nbytes - 8):
             raise SourceError(f"{path}: not a safetensors file")
         return bytes(prefix + file.read(size))
+
+
+def _is_stub(path: Path, header: bytes, nbytes: int) -> bool:
+    """Whether there is a stub already, and of this very shard."""
+    if not path.is_file() or path.stat().st_size != nbytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
 
 
 class HubShards:

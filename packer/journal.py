@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moepack.formats.errors import SourceError
 from moepack.formats.manifest import Shard
 
-__all__ = ["JOURNAL_NAME", "Journal", "journal_consumed"]
+__all__ = ["JOURNAL_NAME", "Journal", "journal_consumed", "read_lines"]
 
 JOURNAL_NAME = "journal"
 
@@ -54,10 +55,6 @@ class Journal:
         """The bytes of a noted tensor are not there after all."""
         del self.tensors[tensor]
 
-    def remove(self) -> None:
-        """The pack is complete: the journal goes."""
-        self._path.unlink()
-
     def _append(self, lines: list[dict[str, Any]]) -> None:
         if not lines:
             return
@@ -70,7 +67,7 @@ class Journal:
         """Whether there is a journal of the same source and options; reads it if so."""
         if not self._path.is_file():
             return False
-        lines = read_lines(self._path)
+        lines, nbytes = read_lines(self._path)
         if not lines or not _is_same(lines[0], json.loads(json.dumps(binding))):
             return False
         for line in lines[1:]:
@@ -78,6 +75,7 @@ class Journal:
                 self.tensors[line["tensor"]] = bytes.fromhex(line["digest"])
             else:
                 self.shards[line["shard"]] = Shard(line["shard"], line["nbytes"], line["sha256"])
+        os.truncate(self._path, nbytes)  # the next line must not run into a cut one
         return True
 
 
@@ -91,15 +89,20 @@ def _is_same(noted: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def journal_consumed(path: Path) -> bool:
-    """Whether the journal at `path` says that shards were given up for what is in its folder."""
-    return any("shard" in line and not line["is_kept"] for line in read_lines(path))
+    """Whether a journal at `path` says that shards were given up for what is in its folder."""
+    lines = read_lines(path)[0] if path.is_file() else []
+    return any("shard" in line and not line["is_kept"] for line in lines)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; a last line cut by a crash is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not text.endswith("\n"):
-            break
-        lines.append(json.loads(text))
-    return lines
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a journal and their bytes; a last line cut by a crash is left out.
+
+    Raises SourceError when a whole line is damaged.
+    """
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise SourceError(f"{path}: damaged ({error}); move its folder away") from error
+    return lines, len(whole)

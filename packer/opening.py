@@ -1,13 +1,12 @@
 """Which source and which store of shards a convert works with: a folder, the cache, or the hub."""
 
-import shutil
 from pathlib import Path
 
 from huggingface_hub.constants import is_offline_mode
 
 from moepack.formats.errors import SourceError
 from moepack.packer.hub import open_hub_source
-from moepack.packer.journal import JOURNAL_NAME
+from moepack.packer.journal import JOURNAL_NAME, journal_consumed, read_lines
 from moepack.packer.publishing import staging_path
 from moepack.packer.shards import ShardStore
 from moepack.packer.source import (
@@ -32,17 +31,19 @@ def open_for_convert(
     SourceError.
     """
     stubs = staging_path(destination) / STUBS_NAME
+    journal = staging_path(destination) / JOURNAL_NAME
+    is_consumed = journal_consumed(journal)
     if not is_repository(text):
-        return open_source(text, revision, stubs if stubs.is_dir() else None), None
+        return open_source(text, revision, stubs if is_consumed else None), None
     if (folder := cached_folder(text, revision)) is not None:
         try:
             return open_folder(folder, text, folder.name, stubs=None), None
         except SourceError:
             if is_offline_mode():
                 raise
-    try:
-        return open_hub_source(text, revision, stubs)
-    except SourceError:
-        if not (staging_path(destination) / JOURNAL_NAME).exists():
-            shutil.rmtree(staging_path(destination), ignore_errors=True)
-        raise
+    if is_consumed and read_lines(journal)[0][0]["repository"] != text:
+        raise SourceError(
+            f"{journal.parent}: holds shards of another source, consumed into it; finish that "
+            "convert, or move the folder away"
+        )
+    return open_hub_source(text, revision, stubs)

@@ -9,11 +9,15 @@ from pathlib import Path
 
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import is_pack
+from moepack.packer.journal import JOURNAL_NAME
+from moepack.packer.source import STUBS_NAME
 
 __all__ = [
     "check_destination",
     "clear_folder",
+    "clear_notes",
     "fsync_folder",
+    "remove_unstarted",
     "staging_folder",
     "staging_path",
     "write_file",
@@ -21,7 +25,10 @@ __all__ = [
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
-    """Refuse a destination that cannot be published to, before any work is done."""
+    """Refuse a destination that cannot be published to, before any work is done.
+
+    A pack there whose convert was killed right after its rename loses the notes of that convert.
+    """
     parent = destination.parent
     if not parent.is_dir():
         raise SourceError(f"{parent}: no such folder to write {destination.name} in")
@@ -29,6 +36,8 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise SourceError(f"{parent}: no permission to write in this folder")
     if not (destination.exists() or destination.is_symlink()):
         return
+    if is_pack(destination) and not destination.is_symlink():
+        clear_notes(destination)
     if not overwrite:
         raise SourceError(f"{destination}: exists; remove it or pass --overwrite")
     if destination.is_symlink() or not is_pack(destination):
@@ -81,6 +90,28 @@ def clear_folder(folder: Path, keep: str | None = None) -> None:
         if entry.name == keep:
             continue
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def clear_notes(folder: Path) -> None:
+    """Remove what only an unfinished convert needs from the folder of a complete pack."""
+    shutil.rmtree(folder / STUBS_NAME, ignore_errors=True)
+    (folder / JOURNAL_NAME).unlink(missing_ok=True)
+
+
+def remove_unstarted(destination: Path) -> None:
+    """Remove the staging folder of a convert that never began: it holds no journal."""
+    staging = staging_path(destination)
+    if not staging.is_dir() or staging.is_symlink():
+        return
+    lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (staging / JOURNAL_NAME).exists():
+            shutil.rmtree(staging, ignore_errors=True)
+    except BlockingIOError:
+        pass  # another convert is writing it
+    finally:
+        os.close(lock)
 
 
 def _rename(staging: Path, destination: Path) -> None:

@@ -4,7 +4,6 @@ Digests of whole shards (sha256, as the hub states them) are taken beside the wr
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -107,8 +106,9 @@ class ConsumedShards(LocalShards):
         """See ShardStore: the file goes."""
         path = self._paths.get(name)
         if path is not None and path.exists() and not self.keeps(name):
-            os.truncate(path, 0)  # MLX may still hold it open, and with it the space
-            path.unlink()
+            with path.open("r+b") as file:
+                path.unlink()  # first: an emptied shard would stand in the way of its stub
+                file.truncate(0)  # MLX may still hold it open, and with it the space
 
     def freed_nbytes(self) -> Mapping[str, int]:
         """See ShardStore."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moepack.formats.digests import read_range
+from moepack.formats.digests import check_digests, digest_bytes, read_range
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import Manifest, Shard, quantization_config
 from moepack.formats.pack import Pack
@@ -92,6 +92,9 @@ def _write(pack: Pack, folder: Path, advance: Advance) -> Unpacked:
         for name, parameter in zip(names, parameters, strict=True):
             weight_map[name] = shard.name
             del tensors[parameter]
+    if tensors:  # no sha256 of a source's shard vouches for them
+        for mismatch in check_digests(pack):
+            raise FormatError(f"{pack.path}: {mismatch}; run moepack verify on it")
     made = _write_new_shards(pack, folder, tensors, bool(restored), weight_map, advance)
     _write_files(pack, folder, weight_map, is_identical=not made)
     return Unpacked(tuple(shard.name for shard in restored), made)
@@ -202,6 +205,8 @@ def _header(tensors: Mapping[str, _Tensor]) -> bytes:
 def _write_files(pack: Pack, folder: Path, weight_map: dict[str, str], is_identical: bool) -> None:
     for file in pack.manifest.files:
         data = (pack.path / file.name).read_bytes()
+        if digest_bytes(data) != file.digest:
+            raise FormatError(f"{pack.path / file.name}: differs from its digest")
         if not is_identical and file.name == INDEX_NAME:
             continue
         if not is_identical and file.name == "config.json":

@@ -1,7 +1,6 @@
 """`moepack convert`: a checkpoint to a pack."""
 
 import json
-import shutil
 import time
 from pathlib import Path
 
@@ -67,11 +66,13 @@ def command(
     from moepack.packer.checkpoint import ConvertOptions
     from moepack.packer.convert import convert, plan_convert, summary
     from moepack.packer.opening import open_for_convert
-    from moepack.packer.publishing import check_destination, staging_path
+    from moepack.packer.publishing import check_destination, remove_unstarted
 
     destination = pack if pack is not None else default_pack(source)
     if not dry_run:
         check_destination(destination, overwrite)
+    context = click.get_current_context()
+    context.call_on_close(lambda: remove_unstarted(destination))  # headers fetched in vain
     started = time.perf_counter()
     options = ConvertOptions(quantize, q_bits, q_group_size, q_mode, dtype)
     opened, store = open_for_convert(source, revision, destination)
@@ -105,8 +106,6 @@ def command(
                 notify=note,
             )
         result["pack_id"] = manifest.pack_id
-    elif store is not None:
-        shutil.rmtree(staging_path(destination), ignore_errors=True)  # the headers fetched
     result["elapsed_s"] = time.perf_counter() - started
     if as_json:
         click.echo(json.dumps(result))
