@@ -316,7 +316,8 @@ def _inputs_of(
         return {}
     ends = {f"derived{i}": path for i, path in enumerate(derived)}
     starts = {f"source{i}": name for i, name in enumerate(loaded)}
-    arrays = {label: derived[path] for label, path in ends.items()}
+    # A node of its own each: a cast to the type that a tensor has is the loaded array again.
+    arrays = {label: mx.stop_gradient(derived[path]) for label, path in ends.items()}
     arrays |= {label: loaded[name] for label, name in starts.items()}
     graph = io.StringIO()
     mx.export_to_dot(graph, **arrays)

@@ -298,8 +298,10 @@ def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRa
             continue
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
-        tensor_nbytes(f"{path}: tensor {name!r}", entry["dtype"], shape)
-        tensors[name] = TensorRange(path, entry["dtype"], shape, start + begin, end - begin)
+        # MLX reads exponents as plain bytes; no tensor of a pack has their type.
+        dtype = "U8" if entry["dtype"] == "F8_E8M0" else entry["dtype"]
+        tensor_nbytes(f"{path}: tensor {name!r}", dtype, shape)
+        tensors[name] = TensorRange(path, dtype, shape, start + begin, end - begin)
     return prefix + text, tensors
 
 

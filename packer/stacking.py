@@ -26,7 +26,7 @@ def stack_experts(
     """The weights with left-over experts stacked; others, and names of no one meaning, unchanged.
 
     `modules` are the model's expert modules by path. Raises SourceError naming an expert's tensor
-    that is missing from a stack.
+    that is missing from a stack, or packed as mlx-lm reads dense layers only.
     """
     rest: dict[str, mx.array] = {}
     stacks: dict[str, dict[int, mx.array]] = {}
@@ -37,6 +37,8 @@ def stack_experts(
         if match is None or target is None or target in weights:
             rest[name] = array
             continue
+        if match["leaf"] == "qweight":
+            raise SourceError(f"tensor {name!r}: mlx-lm reads no experts packed by AWQ or GPTQ")
         stacks.setdefault(target, {})[int(match["expert"])] = array
         names[target] = f"{match['owner']}.experts.{{}}.{match['projection']}.{match['leaf']}"
     for target, arrays in stacks.items():

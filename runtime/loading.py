@@ -156,7 +156,7 @@ def load_engine(
     )
     mx.set_cache_limit(plan.mlx_cache)
 
-    is_widened = any(needs_float32(m) for m in stock.values())
+    is_widened = False
     spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
     pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")
@@ -165,6 +165,7 @@ def load_engine(
         reader = RecordReader(opened, index, pool)
         banks = Banks(module, n_slots)
         stock[module.path].load_weights(list(banks.arrays.items()), strict=False)
+        is_widened = is_widened or needs_float32(stock[module.path])
         compute_in_float32(stock[module.path])
         if n_slots == module.n_experts and not keep_streaming:
             for start in range(0, n_slots, 64):
