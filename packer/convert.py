@@ -118,9 +118,9 @@ def convert(
     are written, `notify` gets notes for a person. Raises SourceError.
     """
     source = plan.source
-    check_destination(destination, overwrite)
     if same_file(source.path, destination):
         raise SourceError(f"{destination}: is the source itself")
+    check_destination(destination, overwrite)
     if store is None:
         there = tuple(shard for shard in source.shards if shard.parent == source.path)
         restorable = plan.checkpoint.restorable

@@ -10,7 +10,7 @@ from pathlib import Path
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import is_pack
 from moepack.packer.journal import JOURNAL_NAME
-from moepack.packer.source import STUBS_NAME
+from moepack.packer.source import COPIED_PATTERNS, STUBS_NAME
 
 __all__ = [
     "check_destination",
@@ -22,6 +22,8 @@ __all__ = [
     "staging_path",
     "write_file",
 ]
+
+PACK_PATTERNS = ("manifest.msgpack", "shared.bin", *COPIED_PATTERNS)
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
@@ -44,6 +46,17 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise SourceError(
             f"{destination}: exists and is not a pack; --overwrite replaces packs only"
         )
+    _check_nothing_else(destination)
+
+
+def _check_nothing_else(destination: Path) -> None:
+    """Refuse to replace a pack folder that holds what is not the pack's: it would be deleted."""
+    for entry in destination.rglob("*"):
+        name = entry.relative_to(destination)
+        is_record = name.parts[0] == "experts" and (entry.suffix == ".bin" or len(name.parts) == 1)
+        is_copied = len(name.parts) == 1 and any(name.match(p) for p in PACK_PATTERNS)
+        if entry.is_symlink() or not (is_record or is_copied) or (is_copied and entry.is_dir()):
+            raise SourceError(f"{entry}: not a file of the pack; --overwrite would delete it")
 
 
 def staging_path(destination: Path) -> Path:

@@ -93,6 +93,9 @@ def command(
     """
     if max_tokens == 0 or max_tokens < -1:
         raise click.BadParameter("a positive number, or -1 for no limit", param_hint="--max-tokens")
+    if prompt_cache_file is not None and prompt_cache_file.suffix != ".safetensors":
+        # mlx-lm adds the ending to any other name, and would write over a file nobody looked at.
+        raise click.BadParameter("a name ending in .safetensors", param_hint="--prompt-cache-file")
     is_chat = prompt is None and sys.stdin.isatty()
     if is_chat and as_json:
         raise click.UsageError("--json needs --prompt")

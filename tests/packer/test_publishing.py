@@ -342,3 +342,18 @@ def test_destination_inside_the_source_folder_works(q4_source: Path, tmp_path: P
     one = fingerprint(make_pack(source, source / "out.moepack"))
     two = fingerprint(make_pack(source, source / "again.moepack"))
     assert one == two
+
+
+@pytest.mark.parametrize("name", ["notes.md", "src/model.safetensors", "experts/mine.txt"])
+def test_overwrite_spares_what_is_not_the_packs(
+    q4_source: Path, q4_pack: Path, tmp_path: Path, name: str
+) -> None:
+    """A user's own files, or the source itself, inside the folder of a pack."""
+    folder = Path(shutil.copytree(q4_pack, tmp_path / "p"))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"mine")
+    before = fingerprint(folder)
+    plan = plan_convert(open_source(str(q4_source)), ConvertOptions())
+    with pytest.raises(SourceError, match="--overwrite would delete it"):
+        convert(plan, folder, overwrite=True)
+    assert fingerprint(folder) == before

@@ -232,3 +232,12 @@ def test_a_prompt_cache_of_another_pack_is_refused(
     assert main(["run", str(q4_pack), *arguments]) == 0
     assert main(["run", str(float_pack), *arguments]) == 1
     assert "made with another pack" in capsys.readouterr().err
+
+
+def test_a_prompt_cache_file_of_another_ending_is_refused_and_nothing_written(
+    q4_pack: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    arguments = ["run", str(q4_pack), "-p", tiny_models.text_of(SHORT), "-m", "2"]
+    assert main([*arguments, "--prompt-cache-file", str(tmp_path / "model")]) == 2
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
