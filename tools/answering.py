@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -58,7 +58,6 @@ class Answer:
     n_tokens: int
     prompt_tps: float
     generation_tps: float
-    tokens: list[int] = field(default_factory=list)
 
 
 def prompt_tokens(
@@ -100,7 +99,6 @@ def answer(
 ) -> Answer:
     """Generate; `show` gets each piece of text as it comes. `options` go to stream_generate."""
     pieces: list[str] = []
-    out: list[int] = []
     last = None
     for last in stream_generate(
         engine.model,
@@ -112,8 +110,6 @@ def answer(
         if last.text:
             show(last.text)
             pieces.append(last.text)
-        if last.finish_reason is None or last.finish_reason == "length":
-            out.append(last.token)
     assert last is not None  # stream_generate ends with a response of its own
     return Answer(
         text="".join(pieces),
@@ -122,7 +118,6 @@ def answer(
         n_tokens=last.generation_tokens,
         prompt_tps=last.prompt_tps,
         generation_tps=last.generation_tps,
-        tokens=out,
     )
 
 
