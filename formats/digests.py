@@ -21,19 +21,28 @@ CHUNK_NBYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One difference found. `layer` is the module's place in the pack; None: not in a module."""
+    """One difference found. `layer` is the module's place in the pack; None: not in a module.
+
+    `is_structural`: not other bytes, but other tensors, shapes or types than the source's.
+    """
 
     module: str | None
     layer: int | None
     expert: int | None
     part: str | None
     reason: str
+    is_structural: bool = False
 
     def __str__(self) -> str:
         if self.module is None:
             return f"{self.part}: {self.reason}"
+        expert = f" expert {self.expert}" if self.expert is not None else ""
         part = f" {self.part}" if self.part else ""
-        return f"layer {self.layer} ({self.module}) expert {self.expert}{part}: {self.reason}"
+        return f"layer {self.layer} ({self.module}){expert}{part}: {self.reason}"
+
+    def as_map(self) -> dict[str, str | int | None]:
+        """What `verify --json` lists."""
+        return {key: getattr(self, key) for key in ("module", "layer", "expert", "part", "reason")}
 
 
 def digest_bytes(data: bytes | bytearray | memoryview) -> bytes:

@@ -51,11 +51,11 @@ class Pack:
             what = "not a folder" if exists else "no such folder"
             raise SourceError(f"{folder}: {what}; a pack is made by moepack convert")
         if not is_pack(folder):
-            hint = (
-                "it is a checkpoint: run moepack convert on it first"
-                if (folder / "config.json").is_file()
-                else "not a pack, or an unfinished one"
-            )
+            hint = "not a pack, or an unfinished one"
+            if (folder / SHARED_NAME).exists():
+                hint = "the pack is incomplete, convert again"
+            elif (folder / "config.json").is_file():
+                hint = "it is a checkpoint: run moepack convert on it first"
             raise SourceError(f"{folder}: no {MANIFEST_NAME}; {hint}")
         pack = cls(folder, _read_manifest(folder))
         pack._check_file(SHARED_NAME, pack.manifest.shared_nbytes)

@@ -11,7 +11,7 @@ from moepack.formats.errors import FormatError
 from moepack.formats.geometry import MAX_NBYTES, align_up, tensor_nbytes
 from moepack.formats.manifest import DIGEST_NBYTES, ExpertModule, Manifest, Quantization
 
-__all__ = ["validate", "validate_file_name"]
+__all__ = ["is_file_name", "validate", "validate_file_name"]
 
 MAX_EXPERTS = 65_536  # two thousand times today's largest top-k; keeps digests below a megabyte
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
@@ -49,17 +49,21 @@ def validate(manifest: Manifest) -> None:
 
 
 def validate_file_name(where: str, name: str) -> None:
+    """Raises FormatError for a name that a pack cannot hold."""
+    if not is_file_name(name):
+        raise FormatError(f"{where}: {name!r} is not a relative file name inside the pack")
+
+
+def is_file_name(name: str) -> bool:
     """A relative path in the pack, `/`-separated, no `..`, no hidden part, nothing to normalize."""
     path = PurePosixPath(name)
-    ok = (
-        bool(re.fullmatch(r"[^\x00-\x1f\\:]{1,255}", name))
+    return (
+        bool(re.fullmatch(r"[^\x00-\x1f\\:\ud800-\udfff]{1,255}", name))
         and not path.is_absolute()
         and str(path) == name != "."
         and len(path.parts) <= 2
         and not any(part.startswith(".") for part in path.parts)
     )
-    if not ok:
-        raise FormatError(f"{where}: {name!r} is not a relative file name inside the pack")
 
 
 def _check_shared(manifest: Manifest) -> None:

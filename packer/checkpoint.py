@@ -302,6 +302,13 @@ def _quantize(
             )
     except ValueError as error:
         raise SourceError(f"cannot quantize: {' '.join(str(error).split())}") from error
+    for path, module in find_expert_modules(model):
+        if not _quantization_below(module):
+            stated = config["quantization"]
+            raise SourceError(
+                f"cannot quantize {path}: mlx-lm leaves out a matrix whose width is no multiple of "
+                f"the group size ({stated['group_size']}); give another --q-group-size"
+            )
     return config
 
 

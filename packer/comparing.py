@@ -43,19 +43,21 @@ def compare(pack: Pack, plan: ConvertPlan, advance: Advance = silent) -> Iterato
     layouts = {m.path: (layer, m) for layer, m in enumerate(manifest.modules)}
     for layout, experts in zip(plan.layout.modules, plan.checkpoint.modules, strict=True):
         if layout.path not in layouts:
-            yield _whole(layout.path, "expert module is in the source, not in the pack")
+            yield _other(layout.path, "expert module is in the source, not in the pack")
             continue
         layer, module = layouts.pop(layout.path)
         if (module.parts, module.n_experts) != (layout.parts, layout.n_experts):
             yield Mismatch(
-                module.path, layer, None, None, "parts or experts differ from the source"
+                module.path, layer, None, None, "parts or experts differ from the source", True
             )
         elif module.quantization != experts.quantization:
-            yield Mismatch(module.path, layer, None, None, "quantization differs from the source")
+            yield Mismatch(
+                module.path, layer, None, None, "quantization differs from the source", True
+            )
         else:
             yield from _compare_module(pack.expert_file(module), layer, module, experts, advance)
     for path in layouts:
-        yield _whole(path, "expert module is in the pack, not in the source")
+        yield _other(path, "expert module is in the pack, not in the source")
 
 
 def _compare_module(
@@ -76,17 +78,17 @@ def _compare_module(
 def _compare_shared(pack: Pack, plan: ConvertPlan, advance: Advance) -> Iterator[Mismatch]:
     packed = {t.name: t for t in pack.manifest.shared}
     for name in sorted(packed.keys() - plan.checkpoint.shared.keys()):
-        yield _whole(name, "shared tensor is in the pack, not in the source")
+        yield _other(name, "shared tensor is in the pack, not in the source")
     if pack.manifest.quantization != plan.checkpoint.quantization:
-        yield _whole("quantization", "of shared weights differs from the source's")
+        yield _other("quantization", "of shared weights differs from the source's")
     with pack.shared_file.open("rb") as file:
         for name, tensor in plan.checkpoint.shared.items():
             if name not in packed:
-                yield _whole(name, "shared tensor is in the source, not in the pack")
+                yield _other(name, "shared tensor is in the source, not in the pack")
                 continue
             entry = packed[name]
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-                yield _whole(name, "shared tensor has another dtype or shape than the source's")
+                yield _other(name, "shared tensor has another dtype or shape than the source's")
             elif not _equal(file.fileno(), pack.shared_file, entry.offset, tensor, advance):
                 yield _whole(name, "shared tensor's bytes differ from the source's")
 
@@ -105,3 +107,7 @@ def _equal(fd: int, path: Path, offset: int, tensor: TensorBytes, advance: Advan
 
 def _whole(name: str, reason: str) -> Mismatch:
     return Mismatch(None, None, None, name, reason)
+
+
+def _other(name: str, reason: str) -> Mismatch:
+    return Mismatch(None, None, None, name, reason, is_structural=True)

@@ -16,6 +16,7 @@ from moepack.formats.manifest import VERSION, CopiedFile, Manifest, Shard, Sourc
 from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
+from moepack.formats.validate import is_file_name
 from moepack.packer.checkpoint import Checkpoint, ConvertOptions, config_text, understand
 from moepack.packer.configs import unread_rope_keys
 from moepack.packer.journal import JOURNAL_NAME, Journal, journal_consumed
@@ -85,6 +86,11 @@ def plan_convert(source: SourceFolder, options: ConvertOptions) -> ConvertPlan:
     warnings = [
         f"{stray.name} is not listed in the index and is left out" for stray in source.stray
     ]
+    warnings += [
+        f"{name!r} has a name that a pack cannot hold and is left out"
+        for name in sorted(_small_file_names(source.path))
+        if not is_file_name(name)
+    ]
     if not has_tokenizer(source.path):
         warnings.append("the source has no tokenizer; moepack run needs one")
     warnings += [
@@ -142,6 +148,13 @@ def convert(
             if not keeps_staging:
                 clear_notes(staging)
         clear_notes(destination)  # of shards that are gone, not before the pack is there
+    except KeyboardInterrupt:
+        if keeps_staging:
+            notify(
+                f"what is done is kept in {staging_path(destination)}, and shards consumed are "
+                "nowhere else; run the same command again to go on from here"
+            )
+        raise
     except SourceError:
         raise
     except OSError as error:
@@ -324,8 +337,12 @@ def copied_file_bytes(plan: ConvertPlan, name: str) -> bytes:
 
 def copied_file_names(folder: Path) -> list[str]:
     """The files of a checkpoint that a pack keeps beside the weights, in name order."""
+    return sorted(name for name in _small_file_names(folder) if is_file_name(name))
+
+
+def _small_file_names(folder: Path) -> set[str]:
     names = {p.name for pattern in COPIED_PATTERNS for p in folder.glob(pattern) if p.is_file()}
-    return sorted(name for name in names if not name.startswith("."))
+    return {name for name in names if not name.startswith(".")}
 
 
 def _count(plan: ConvertPlan, manifest: Manifest) -> None:

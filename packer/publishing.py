@@ -26,11 +26,17 @@ __all__ = [
 PACK_PATTERNS = ("manifest.msgpack", "shared.bin", *COPIED_PATTERNS)
 
 
-def check_destination(destination: Path, overwrite: bool) -> None:
+def check_destination(
+    destination: Path, overwrite: bool, *, can_overwrite: bool = True, only_look: bool = False
+) -> None:
     """Refuse a destination that cannot be published to, before any work is done.
 
-    A pack there whose convert was killed right after its rename loses the notes of that convert.
+    A pack there whose convert was killed right after its rename loses the notes of that convert,
+    unless told to `only_look`. `can_overwrite`: whether to speak of --overwrite.
     """
+    for above in destination.absolute().parents:
+        if is_pack(above):
+            raise SourceError(f"{destination}: would be inside the pack {above}")
     parent = destination.parent
     if not parent.is_dir():
         raise SourceError(f"{parent}: no such folder to write {destination.name} in")
@@ -38,11 +44,14 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise SourceError(f"{parent}: no permission to write in this folder")
     if not (destination.exists() or destination.is_symlink()):
         return
-    if is_pack(destination) and not destination.is_symlink():
+    if is_pack(destination) and not destination.is_symlink() and not only_look:
         clear_notes(destination)
+    if destination.is_symlink():
+        raise SourceError(f"{destination}: exists and is a link; remove it or give another name")
     if not overwrite:
-        raise SourceError(f"{destination}: exists; remove it or pass --overwrite")
-    if destination.is_symlink() or not is_pack(destination):
+        other = "pass --overwrite" if can_overwrite and is_pack(destination) else "name another"
+        raise SourceError(f"{destination}: exists; remove it or {other}")
+    if not is_pack(destination):
         raise SourceError(
             f"{destination}: exists and is not a pack; --overwrite replaces packs only"
         )

@@ -54,7 +54,7 @@ def unpack(pack: Pack, destination: Path, advance: Advance = silent) -> Unpacked
     `advance` is told of bytes as they are written. Raises SourceError (destination exists, disk
     full) and FormatError (a pack that does not give what its manifest says).
     """
-    check_destination(destination, overwrite=False)
+    check_destination(destination, overwrite=False, can_overwrite=False)
     manifest = pack.manifest
     nbytes = manifest.expert_nbytes + sum(t.nbytes for t in manifest.shared)
     free = shutil.disk_usage(destination.parent).free

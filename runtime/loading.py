@@ -45,7 +45,8 @@ class Engine:
     """A loaded pack: the model, what it was planned to use, and its streamed layers.
 
     `layers` is empty when every expert is resident. `is_widened`: half-precision experts are
-    computed in float32, since this backend cannot do otherwise.
+    computed in float32, since this backend cannot do otherwise. `vocabulary` is how many logits a
+    position has.
     """
 
     pack: Pack
@@ -55,6 +56,7 @@ class Engine:
     layers: tuple[StreamedExperts, ...]
     shared: SharedWeights
     is_widened: bool
+    vocabulary: int
 
     def counters(self) -> tuple[Counters, Counters]:
         """(prefill, decode), summed over layers."""
@@ -110,8 +112,13 @@ def load_engine(
     prefill_step: int = DEFAULT_PREFILL_STEP,
     keep_streaming: bool = False,
     spread: bool = True,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
 ) -> Engine:
     """Load a pack and keep what the command reports. Options and errors as `load`.
+
+    `context`, `prefill_step`, `max_kv_size` and `kv_bits`, as mlx-lm's generation has them, are
+    what memory is planned for.
 
     `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
     keeps to one CPU stream: for measuring.
@@ -139,7 +146,7 @@ def load_engine(
     probes = [ShapeProbe(stock[module.path]) for module in manifest.modules]
     for module, probe in zip(manifest.modules, probes, strict=True):
         _replace(model, module.path, probe)
-    shape = measure_shape(model, probes, context)
+    shape = measure_shape(model, probes, context, max_kv_size, kv_bits)
     needs = Needs(
         shared=shared.adopted_nbytes + shared.copied_nbytes,
         kv=shape.kv_nbytes,
@@ -184,7 +191,7 @@ def load_engine(
             layers.append(streamed)
     spread_linears(model, spreader)
     model.eval()
-    return Engine(opened, model, config, plan, tuple(layers), shared, is_widened)
+    return Engine(opened, model, config, plan, tuple(layers), shared, is_widened, shape.vocabulary)
 
 
 def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
@@ -204,7 +211,10 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
 
         return EmptyModel, StatedArguments
 
-    stated = mlx_lm.utils.load_config(pack.path)
+    try:
+        stated = mlx_lm.utils.load_config(pack.path)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise FormatError(f"{pack.path / 'config.json'}: not a model's config ({error})") from error
     try:
         model, config = mlx_lm.utils.load_model(
             pack.path,

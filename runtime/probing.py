@@ -4,14 +4,17 @@ MLX infers shapes while a graph is built. So a call on `context` tokens tells th
 kind of cache, and each expert module's top-k, for any family, without a table.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from moepack.formats.errors import SourceError
 from moepack.runtime.standing import StandIn
 
 __all__ = ["ModelShape", "ShapeProbe", "measure_shape"]
@@ -34,46 +37,84 @@ class ShapeProbe(StandIn):
 
 # mlx-lm's KVCache grows by this many tokens at a time.
 GROWTH_STEP = 256
+# mlx-lm's default for quantized caches.
+KV_GROUP_SIZE = 64
 # A single token takes the paths of decoding, unless it is all there is.
 MIN_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`top_k` by module; bytes of the caches for `context` tokens; width of what experts read."""
+    """`top_k` by module; bytes of the caches for `context` tokens; width of what experts read.
+
+    `vocabulary` is how many logits a position has.
+    """
 
     top_k: tuple[int, ...]
     kv_nbytes: int
     dim: int
+    vocabulary: int
 
 
-def measure_shape(model: nn.Module, probes: list[ShapeProbe], context: int) -> ModelShape:
+def measure_shape(
+    model: nn.Module,
+    probes: list[ShapeProbe],
+    context: int,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+) -> ModelShape:
     """Build, and drop, graphs of calls that need no more than `context`; `probes` are in place.
 
     What caches need for a long context follows from two short calls, a growth step apart: off
     Metal, the graph of linear attention has nodes for every token, and 4,096 tokens of 30 such
-    layers take ten seconds and a gigabyte to build. Windows count as full caches.
+    layers take ten seconds and a gigabyte to build. Windows count as full caches, unless
+    `max_kv_size` makes them; `kv_bits` quantizes what mlx-lm can quantize. Raises SourceError
+    where it cannot.
     """
+    if max_kv_size is not None:
+        context = min(context, max_kv_size)
     n_steps = max(0, context - MIN_TOKENS) // GROWTH_STEP
     first = context - n_steps * GROWTH_STEP
-    sizes = _cache_sizes(model, first)
+    vocabulary, sizes = _cache_sizes(model, first, max_kv_size, kv_bits)
     if n_steps:
-        grown = _cache_sizes(model, first + GROWTH_STEP)
+        _, grown = _cache_sizes(model, first + GROWTH_STEP, max_kv_size, kv_bits)
         sizes = [a + (b - a) * n_steps for a, b in zip(sizes, grown, strict=True)]
-    kv_nbytes = sum(sizes)
     unused = [i for i, probe in enumerate(probes) if probe.top_k == 0]
     if unused:
         raise ValueError(f"expert modules {unused} are never called")
     return ModelShape(
-        tuple(probe.top_k for probe in probes), kv_nbytes, max(probe.dim for probe in probes)
+        top_k=tuple(probe.top_k for probe in probes),
+        kv_nbytes=sum(sizes),
+        dim=max(probe.dim for probe in probes),
+        vocabulary=vocabulary,
     )
 
 
-def _cache_sizes(model: nn.Module, n_tokens: int) -> list[int]:
-    """Bytes of each array of the caches after a call on `n_tokens` tokens; 0 for one not there."""
-    cache: list[Any] = make_prompt_cache(model)
-    model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
+def _cache_sizes(
+    model: nn.Module, n_tokens: int, max_kv_size: int | None, kv_bits: int | None
+) -> tuple[int, list[int]]:
+    """(logits a position, bytes of each array of the caches) after a call on `n_tokens` tokens.
+
+    0 for an array that is not there.
+    """
+    cache: list[Any] = make_prompt_cache(model, max_kv_size)
+    logits = model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
+    if kv_bits is not None:
+        _quantize_caches(model, cache, kv_bits)
     leaves: list[Any] = []
     for entry in cache:
         leaves += dict(tree_flatten(entry.state)).values()
-    return [leaf.nbytes if isinstance(leaf, mx.array) else 0 for leaf in leaves]
+    sizes = [leaf.nbytes if isinstance(leaf, mx.array) else 0 for leaf in leaves]
+    return logits.shape[-1], sizes
+
+
+def _quantize_caches(model: nn.Module, cache: list[Any], bits: int) -> None:
+    """Quantize in place, as mlx-lm does before its next call, which is tried too."""
+    try:
+        maybe_quantize_kv_cache(cache, 0, KV_GROUP_SIZE, bits)
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=[copy.copy(entry) for entry in cache])
+    except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise SourceError(
+            f"--kv-bits: mlx-lm cannot quantize the KV cache of this model ({reason})"
+        ) from error

@@ -6,7 +6,7 @@ tokens. Token 0 ends a text.
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import quantize_model, save_config, save_model
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models
 
 VOCAB = 320
@@ -100,6 +101,27 @@ def write_checkpoint(
     save_config(config, folder / "config.json")
     if with_tokenizer:
         write_tokenizer(folder)
+    return folder
+
+
+def write_adapter(
+    source: Path, folder: Path, keys: Sequence[str] | None = ("self_attn.q_proj",)
+) -> Path:
+    """An adapter with random weights on the modules that end in `keys`, as mlx-lm saves it."""
+    model, _ = load_model(source)
+    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.0, "keys": keys}
+    model.freeze()
+    linear_to_lora_layers(model, 3, parameters)
+    mx.random.seed(3)
+    weights = {
+        name: 0.05 * mx.random.normal(array.shape)
+        for name, array in tree_flatten(model.trainable_parameters())
+        if "lora" in name
+    }
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 3, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

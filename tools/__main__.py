@@ -1,5 +1,5 @@
 """`python -m moepack.tools`: the same as `moepack`."""
 
-from moepack.tools.cli import entry_point
+from moepack.tools.startup import entry_point
 
 entry_point()

@@ -32,12 +32,14 @@ class Sampling:
     max_kv_size: int | None = None
     kv_bits: int | None = None
 
-    def generate_options(self) -> dict[str, Any]:
-        """Keyword arguments for mlx-lm's stream_generate."""
+    def generate_options(self, vocabulary: int) -> dict[str, Any]:
+        """Keyword arguments for mlx-lm's stream_generate, for logits of `vocabulary` tokens."""
+        # The best of at least all tokens are all tokens; mlx-lm refuses to be told so.
+        top_k = self.top_k if self.top_k < vocabulary else 0
         options: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "sampler": make_sampler(
-                temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k
+                temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=top_k
             ),
             "logits_processors": make_logits_processors(repetition_penalty=self.repetition_penalty),
             "prefill_step_size": self.prefill_step_size,
@@ -72,13 +74,14 @@ def prompt_tokens(
     Raises SourceError when the template refuses the conversation or nothing is left to send.
     """
     if use_template:
+        options = {"add_generation_prompt": True, **(template_args or {}), "tokenize": False}
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **(template_args or {})
-            )
+            text = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates are programs: they raise anything
             reason = " ".join(str(error).split())
             raise SourceError(f"the chat template refused the conversation: {reason}") from error
+        if not isinstance(text, str):
+            raise SourceError("--chat-template-args: the chat template gave no text with these")
     else:
         text = messages[-1]["content"]
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_template)
@@ -104,7 +107,7 @@ def answer(
         engine.model,
         tokenizer,
         mx.array(tokens),
-        **sampling.generate_options(),
+        **sampling.generate_options(engine.vocabulary),
         **options,
     ):
         if last.text:

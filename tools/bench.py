@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moepack.tools.options import debug_option, json_option, memory_option
+from moepack.tools.options import Name, debug_option, json_option, memory_option
 from moepack.tools.reporting import note
+from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -24,11 +25,13 @@ __all__ = ["command", "decode_seconds"]
 
 
 @click.command("bench")
-@click.argument("pack")
-@click.option("--source", help="Its checkpoint: adds an arm loaded by mlx-lm from there.")
+@click.argument("pack", type=Name())
+@click.option(
+    "--source", type=Name(), help="Its checkpoint: adds an arm loaded by mlx-lm from there."
+)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=16, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @memory_option
 @json_option
 @debug_option
@@ -51,6 +54,7 @@ def command(
     from moepack.runtime.loading import load_engine
     from moepack.tools.packs import open_pack
 
+    interrupts_unwind()
     opened = open_pack(pack)
     whole = opened.manifest.expert_nbytes
     engines = {

@@ -13,6 +13,7 @@ import click
 
 from moepack.formats.errors import MoepackError
 from moepack.tools.options import DEBUG_KEY
+from moepack.tools.startup import open_files_problem
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail("out of memory; give a smaller --memory", context)
     except Exception as error:
+        from_setrlimit = isinstance(error, ValueError) and "maximum limit" in str(error)
+        if from_setrlimit and (problem := open_files_problem()) is not None:
+            return _fail(problem, context)
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return _fail(f"unexpected {text} (--debug shows where)", context)
 
@@ -79,8 +83,3 @@ def _fail(text: str, context: click.Context | None) -> int:
         traceback.print_exc()
     click.echo(f"moepack: error: {' '.join(text.split())}", err=True)
     return 1
-
-
-def entry_point() -> None:
-    """What the installed script calls."""
-    sys.exit(main())

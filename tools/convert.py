@@ -2,20 +2,24 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
+from moepack.formats.errors import SourceError
 from moepack.formats.sizes import format_size
-from moepack.tools.options import debug_option, json_option
+from moepack.tools.options import FilePath, Name, debug_option, json_option
 from moepack.tools.reporting import note, progress
+from moepack.tools.startup import interrupts_unwind
 
 __all__ = ["command", "default_pack"]
 
 
 @click.command("convert")
-@click.argument("source")
-@click.argument("pack", required=False, type=click.Path(path_type=Path))
+@click.argument("source", type=Name())
+@click.argument("pack", required=False, type=FilePath())
 @click.option("-q", "--quantize", is_flag=True, help="Quantize, as mlx_lm.convert does.")
 @click.option("--q-bits", type=click.IntRange(2, 8), help="Bits per weight.")
 @click.option("--q-group-size", type=click.IntRange(1), help="Weights per scale.")
@@ -68,9 +72,11 @@ def command(
     from moepack.packer.opening import open_for_convert
     from moepack.packer.publishing import check_destination, remove_unstarted
 
+    interrupts_unwind()
     destination = pack if pack is not None else default_pack(source)
-    if not dry_run:
-        check_destination(destination, overwrite)
+    if revision is not None and Path(source).exists():
+        raise click.UsageError("--revision is for models on the hub; this source is a path")
+    check_destination(destination, overwrite, only_look=dry_run)
     context = click.get_current_context()
     context.call_on_close(lambda: remove_unstarted(destination))  # headers fetched in vain
     started = time.perf_counter()
@@ -81,7 +87,7 @@ def command(
             "--consume is for local folders; from the hub nothing is kept anyway"
         )
     plan = plan_convert(opened, options)
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *_tokenizer_problems(opened.path, opened.config)):
         note(f"warning: {warning}")
     result = {
         "pack": str(destination),
@@ -113,6 +119,23 @@ def command(
         click.echo(f"{destination}: would have {format_size(plan.nbytes)}; nothing was written")
     else:
         click.echo(f"{destination}: {format_size(plan.nbytes)} in {result['elapsed_s']:.1f} s")
+
+
+def _tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """What moepack run would say of the tokenizer or chat template of a source that has one."""
+    from moepack.formats.pack import has_tokenizer
+    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.tools.answering import prompt_tokens
+
+    if not has_tokenizer(folder):
+        return []
+    try:
+        tokenizer = load_tokenizer(folder, dict(config))
+        if tokenizer.has_chat_template:
+            prompt_tokens(tokenizer, [{"role": "user", "content": "a"}], use_template=True)
+    except SourceError as error:
+        return [f"{error}; moepack run needs it"]
+    return []
 
 
 def default_pack(source: str) -> Path:

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from moepack.formats.sizes import format_size
-from moepack.tools.options import debug_option
+from moepack.tools.options import FilePath, Text, debug_option
 from moepack.tools.reporting import note
+from moepack.tools.startup import interrupts_unwind
 
 __all__ = ["DEMO_MODEL", "command"]
 
@@ -20,11 +21,13 @@ DEFAULT_PROMPT = "In the beginning"
 
 
 @click.command("demo")
-@click.option("-p", "--prompt", default=DEFAULT_PROMPT, show_default=True, metavar="TEXT")
+@click.option(
+    "-p", "--prompt", type=Text(), default=DEFAULT_PROMPT, show_default=True, metavar="TEXT"
+)
 @click.option("-m", "--max-tokens", type=click.IntRange(1), default=120, show_default=True)
 @click.option(
     "--pack",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Keep the pack there.  [default: a folder that is removed at the end]",
 )
 @debug_option
@@ -48,11 +51,14 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     from moepack.formats.pack import Pack
     from moepack.packer.checkpoint import ConvertOptions
     from moepack.packer.convert import convert, plan_convert, summary
+    from moepack.packer.publishing import check_destination
     from moepack.packer.source import open_source
     from moepack.runtime.loading import load_engine
     from moepack.tools import answering
     from moepack.tools.verify import compare_bytes, verify_logits
 
+    interrupts_unwind()
+    check_destination(destination, overwrite=False, can_overwrite=False)
     started = time.perf_counter()
     plan = plan_convert(open_source(str(DEMO_MODEL)), ConvertOptions())
     convert(plan, destination)

@@ -7,19 +7,21 @@ import click
 
 from moepack.formats.manifest import ExpertModule, Manifest, Quantization
 from moepack.formats.sizes import format_size
-from moepack.tools.options import debug_option, json_option
+from moepack.tools.options import Name, debug_option, json_option
+from moepack.tools.startup import interrupts_unwind
 
 __all__ = ["command", "describe"]
 
 
 @click.command("inspect")
-@click.argument("pack")
+@click.argument("pack", type=Name())
 @json_option
 @debug_option
 def command(pack: str, as_json: bool) -> None:
     """Show what is inside a pack: layers, experts, stride, bits, sizes."""
     from moepack.tools.packs import open_pack
 
+    interrupts_unwind()
     manifest = open_pack(pack).manifest
     figures = describe(manifest)
     if as_json:

@@ -1,7 +1,9 @@
 """Options that several subcommands share, and the type of a size."""
 
 import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -10,8 +12,13 @@ from moepack.formats.sizes import parse_size
 
 __all__ = [
     "DEBUG_KEY",
+    "FilePath",
+    "FiniteRange",
     "JsonObject",
+    "Name",
     "Size",
+    "Text",
+    "checked_text",
     "debug_option",
     "expert_cache_option",
     "json_option",
@@ -41,6 +48,64 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         except ValueError as error:
             words = f", or {' or '.join(self._words)}" if self._words else ""
             self.fail(f"{error}{words}", param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; `nan` and `inf`, which compare with nothing, are refused."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """See the class. Fails as click wants it."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+class Text(click.ParamType):  # type: ignore[type-arg]
+    """Text for a model. What a shell passes on may hold bytes that are no UTF-8: refused."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See the class. Fails as click wants it."""
+        try:
+            return checked_text(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def checked_text(text: str) -> str:
+    """The text, if it can be written as UTF-8. Raises ValueError saying where it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid UTF-8 at character {error.start}") from error
+    return text
+
+
+class Name(click.ParamType):  # type: ignore[type-arg]
+    """A path or a repository, as a str; an empty one would mean this folder and is refused."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See the class. Fails as click wants it."""
+        if not value:
+            self.fail("an empty name", param, ctx)
+        return str(value)
+
+
+class FilePath(click.Path):
+    """A path, as a Path; an empty one is refused as by `Name`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See the class. Fails as click wants it."""
+        return super().convert(Name().convert(value, param, ctx), param, ctx)
 
 
 class JsonObject(click.ParamType):  # type: ignore[type-arg]

@@ -1,10 +1,11 @@
 """`--prompt-cache-file`: the KV cache of a prompt, kept in mlx-lm's own file form.
 
-The file remembers the prompt's tokens and the pack. Another prompt reuses the part that both
-begin with, where the model's cache can be cut back to it.
+The file remembers the prompt's tokens and what else its content depends on. Another prompt reuses
+the part that both begin with, where the model's cache can be cut back to it.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,54 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.utils import common_prefix_len
+from safetensors import SafetensorError, safe_open
 
+from moepack.formats.digests import digest_file
 from moepack.formats.errors import SourceError
 from moepack.runtime.loading import Engine
 from moepack.tools.answering import Sampling
 
-__all__ = ["open_prompt_cache"]
+__all__ = ["check_prompt_cache_path", "open_prompt_cache"]
+
+
+def check_prompt_cache_path(path: Path) -> None:
+    """Refuse, before a model is loaded, a file that could not be written. Raises SourceError."""
+    if path.exists():
+        return
+    if not path.parent.is_dir():
+        raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
+    if not os.access(path.parent, os.W_OK):
+        raise SourceError(f"{path.parent}: no permission to save {path.name} in this folder")
 
 
 def open_prompt_cache(
-    path: Path, engine: Engine, tokens: list[int], sampling: Sampling
+    path: Path,
+    engine: Engine,
+    tokens: list[int],
+    sampling: Sampling,
+    adapter_path: Path | None = None,
 ) -> tuple[list[Any], int, str]:
     """(cache, how many of `tokens` it holds, a note): read from `path`, or made and saved there.
 
-    At least one token is left to run. Raises SourceError for a file of another pack or form.
+    At least one token is left to run. A save that fails leaves no file and is told of in the
+    note. Raises SourceError for a file of another pack, adapter or kind of cache.
     """
-    pack_id = engine.pack.manifest.pack_id
+    binding = _binding(engine, sampling, adapter_path)
     if not path.exists():
         cache = _process(engine, tokens[:-1], sampling)
-        save_prompt_cache(str(path), cache, {"pack_id": pack_id, "tokens": json.dumps(tokens[:-1])})
-        return cache, len(tokens) - 1, f"saved {len(tokens) - 1} tokens to {path}"
+        return cache, len(tokens) - 1, _save(path, cache, tokens[:-1], binding)
     try:
         cache, metadata = load_prompt_cache(str(path), return_metadata=True)
         saved: list[int] = json.loads(metadata["tokens"])
-        owner = metadata["pack_id"]
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        found = {key: metadata[key] for key in binding}
+    except Exception as error:  # mlx-lm trusts the file: any of its classes may fail on it
         raise SourceError(f"{path}: not a prompt cache of moepack ({error})") from error
-    if owner != pack_id:
-        raise SourceError(f"{path}: made with another pack; remove it or name another file")
+    for key, value in binding.items():
+        if found[key] != value:
+            stated = "" if key == "pack" else f" ({found[key]}, now {value})"
+            raise SourceError(
+                f"{path}: made with another {key}{stated}; remove it or name another file"
+            )
     n_shared = min(common_prefix_len(saved, tokens), len(tokens) - 1)
     if n_shared == len(saved):
         return cache, n_shared, f"reused {n_shared} tokens from {path}"
@@ -56,11 +77,41 @@ def open_prompt_cache(
     return cache, n_shared, f"reused {n_shared} of {len(saved)} tokens from {path}"
 
 
+def _binding(engine: Engine, sampling: Sampling, adapter_path: Path | None) -> dict[str, str]:
+    """What the content of a cache depends on besides the tokens, by the name of the choice."""
+    adapter = "none"
+    if adapter_path is not None:
+        names = ("adapter_config.json", "adapters.safetensors")
+        adapter = "".join(digest_file(adapter_path / name).hex() for name in names)
+    return {
+        "pack": engine.pack.manifest.pack_id,
+        "--adapter-path": adapter,
+        "--max-kv-size": str(sampling.max_kv_size),
+        "--kv-bits": str(sampling.kv_bits),
+    }
+
+
+def _save(path: Path, cache: list[Any], tokens: list[int], binding: dict[str, str]) -> str:
+    """Write the file, whole or not at all; returns the note about it."""
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        save_prompt_cache(str(unfinished), cache, {**binding, "tokens": json.dumps(tokens)})
+        with safe_open(unfinished, framework="numpy"):
+            pass  # MLX's writer does not notice a full disk
+        unfinished.rename(path)
+    except (RuntimeError, OSError, SafetensorError) as error:
+        return f"warning: {path} was not saved ({' '.join(str(error).split())})"
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return f"saved {len(tokens)} tokens to {path}"
+
+
 def _process(engine: Engine, tokens: list[int], sampling: Sampling) -> list[Any]:
     """The model's cache after `tokens`."""
     cache: list[Any] = make_prompt_cache(engine.model, sampling.max_kv_size)
     if tokens:
-        options = sampling.generate_options() | {"max_tokens": 0, "prompt_cache": cache}
+        options = sampling.generate_options(engine.vocabulary)
+        options |= {"max_tokens": 0, "prompt_cache": cache}
         for _ in generate_step(mx.array(tokens), engine.model, **options):
             pass
     return cache

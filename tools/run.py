@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moepack.tools.options import (
+    FilePath,
+    FiniteRange,
     JsonObject,
+    Name,
+    Text,
+    checked_text,
     debug_option,
     expert_cache_option,
     json_option,
     memory_option,
 )
 from moepack.tools.reporting import WIDENED, note
+from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,18 +33,20 @@ __all__ = ["command"]
 
 
 @click.command("run")
-@click.argument("pack")
-@click.option("-p", "--prompt", metavar="TEXT|-", help="The message; - reads it from stdin.")
-@click.option("--system-prompt", metavar="TEXT", help="A system message before it.")
+@click.argument("pack", type=Name())
+@click.option(
+    "-p", "--prompt", type=Text(), metavar="TEXT|-", help="The message; - reads it from stdin."
+)
+@click.option("--system-prompt", type=Text(), metavar="TEXT", help="A system message before it.")
 @click.option(
     "-m", "--max-tokens", type=int, default=256, show_default=True, help="-1: without limit."
 )
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True)
+@click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True)
+@click.option("--top-p", type=FiniteRange(0, 1), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(0), default=0, help="0: off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True)
-@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True))
-@click.option("--seed", type=int, help="Same seed, same answer.")
+@click.option("--min-p", type=FiniteRange(0, 1), default=0.0, show_default=True)
+@click.option("--repetition-penalty", type=FiniteRange(0, min_open=True))
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Same seed, same answer.")
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(1),
@@ -50,14 +58,14 @@ __all__ = ["command"]
 @click.option("--kv-bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize KV.")
 @click.option(
     "--prompt-cache-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FilePath(dir_okay=False),
     help="Save the prompt's KV cache there, or reuse it.",
 )
 @click.option("--chat-template-args", type=JsonObject(), metavar="JSON", help="For the template.")
 @click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
 @click.option(
     "--adapter-path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="A LoRA adapter by mlx-lm, of shared weights.",
 )
 @memory_option
@@ -96,18 +104,22 @@ def command(
     if prompt_cache_file is not None and prompt_cache_file.suffix != ".safetensors":
         # mlx-lm adds the ending to any other name, and would write over a file nobody looked at.
         raise click.BadParameter("a name ending in .safetensors", param_hint="--prompt-cache-file")
-    is_chat = prompt is None and sys.stdin.isatty()
+    is_chat = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if is_chat and as_json:
         raise click.UsageError("--json needs --prompt")
     if not is_chat and (prompt is None or prompt == "-"):
-        prompt = sys.stdin.read()
+        prompt = _read_stdin()
 
     import mlx.core as mx
 
     from moepack.runtime.loading import load_engine
     from moepack.tools.answering import Sampling
     from moepack.tools.packs import open_pack
+    from moepack.tools.prompt_cache import check_prompt_cache_path
 
+    interrupts_unwind()
+    if prompt_cache_file is not None:
+        check_prompt_cache_path(prompt_cache_file)
     if seed is not None:
         mx.random.seed(seed)
     sampling = Sampling(
@@ -128,6 +140,8 @@ def command(
         expert_cache=expert_cache,
         adapter_path=adapter_path,
         prefill_step=prefill_step_size,
+        max_kv_size=max_kv_size,
+        kv_bits=sampling.kv_bits,
     )
     tokenizer = engine.tokenizer()
     load_s = time.perf_counter() - started
@@ -147,6 +161,7 @@ def command(
             use_template=use_template,
             template_args=chat_template_args,
             cache_file=prompt_cache_file,
+            adapter_path=adapter_path,
             load_s=load_s,
             as_json=as_json,
         )
@@ -170,6 +185,7 @@ def _ask(
     use_template: bool,
     template_args: dict[str, Any] | None,
     cache_file: Path | None,
+    adapter_path: Path | None,
     load_s: float,
     as_json: bool,
 ) -> str:
@@ -181,15 +197,16 @@ def _ask(
     )
     options: dict[str, Any] = {}
     if cache_file is not None:
-        cache, n_cached, what = open_prompt_cache(cache_file, engine, tokens, sampling)
+        cache, n_cached, what = open_prompt_cache(
+            cache_file, engine, tokens, sampling, adapter_path
+        )
         note(what)
         options["prompt_cache"] = cache
         tokens = tokens[n_cached:]
 
     def show(text: str) -> None:
         if not as_json:
-            click.echo(text, nl=False)
-            sys.stdout.flush()
+            click.echo(text, nl=False)  # and flushes
 
     result = answering.answer(engine, tokenizer, tokens, sampling, show, **options)
     figures = answering.statistics(engine, result, load_s)
@@ -201,6 +218,17 @@ def _ask(
     return result.text
 
 
+def _read_stdin() -> str:
+    """All of stdin, without the line end that `echo` and editors put after a text."""
+    if sys.stdin is None:
+        raise click.UsageError("no --prompt, and stdin is closed")
+    try:
+        text = checked_text(sys.stdin.read())
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise click.UsageError(f"stdin: {error}") from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
 def _lines() -> Iterator[str]:
     """Lines typed at a prompt, empty ones left out, until the end of input."""
     note("Type a message; Ctrl-D ends.")
@@ -210,5 +238,10 @@ def _lines() -> Iterator[str]:
         except EOFError:
             click.echo()
             return
+        try:
+            checked_text(line)
+        except ValueError as error:
+            note(str(error))
+            continue
         if line:
             yield line

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import click
 
-from moepack.tools.options import debug_option, json_option
+from moepack.tools.options import FilePath, Name, debug_option, json_option
 from moepack.tools.reporting import progress
+from moepack.tools.startup import interrupts_unwind
 
 __all__ = ["command"]
 
 
 @click.command("unpack")
-@click.argument("pack")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("pack", type=Name())
+@click.argument("folder", type=FilePath())
 @json_option
 @debug_option
 def command(pack: str, folder: Path, as_json: bool) -> None:
@@ -24,6 +25,7 @@ def command(pack: str, folder: Path, as_json: bool) -> None:
     from moepack.packer.unpacking import unpack
     from moepack.tools.packs import open_pack
 
+    interrupts_unwind()
     opened = open_pack(pack)
     manifest = opened.manifest
     nbytes = manifest.expert_nbytes + sum(t.nbytes for t in manifest.shared)

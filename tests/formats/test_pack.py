@@ -85,7 +85,7 @@ def test_a_checkpoint_gets_the_hint_to_convert_it(tmp_path: Path) -> None:
 
 def test_an_unfinished_pack_is_no_pack(tmp_path: Path) -> None:
     (tmp_path / "shared.bin").write_bytes(b"")
-    with pytest.raises(SourceError, match="not a pack, or an unfinished one"):
+    with pytest.raises(SourceError, match="the pack is incomplete"):
         Pack.open(tmp_path)
 
 

@@ -1,38 +1,16 @@
 """LoRA adapters on a pack: of shared weights as with mlx-lm, of experts refused."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from tiny_models import run_prompt
+from tiny_models import run_prompt, write_adapter
 
 from moepack.formats.errors import SourceError
 from moepack.runtime import load_model
 
 TOKENS = [5, 9, 40, 77, 3, 200]
-
-
-def write_adapter(source: Path, folder: Path, keys: list[str] | None) -> Path:
-    """An adapter with random weights on the modules that end in `keys`, as mlx-lm saves it."""
-    model, _ = mlx_lm.utils.load_model(source)
-    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.0, "keys": keys}
-    model.freeze()
-    linear_to_lora_layers(model, 3, parameters)
-    mx.random.seed(3)
-    weights = {
-        name: 0.05 * mx.random.normal(array.shape)
-        for name, array in tree_flatten(model.trainable_parameters())
-        if "lora" in name
-    }
-    folder.mkdir()
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 3, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("cache", ["floor", "all"])
@@ -63,7 +41,7 @@ def test_an_adapter_of_experts_is_refused_with_the_reason(
 def test_an_adapter_of_another_model_is_refused(
     q4_source: Path, q4_pack: Path, tmp_path: Path
 ) -> None:
-    adapter = write_adapter(q4_source, tmp_path / "a", ["self_attn.q_proj"])
+    adapter = write_adapter(q4_source, tmp_path / "a")
     weights = mx.load(str(adapter / "adapters.safetensors"))
     assert isinstance(weights, dict)
     wrong = {name: mx.concatenate([w, w]) for name, w in weights.items()}
@@ -76,7 +54,7 @@ def test_an_adapter_of_another_model_is_refused(
 def test_a_folder_without_an_adapter_is_refused(
     missing: str, q4_source: Path, q4_pack: Path, tmp_path: Path
 ) -> None:
-    adapter = write_adapter(q4_source, tmp_path / "a", ["self_attn.q_proj"])
+    adapter = write_adapter(q4_source, tmp_path / "a")
     (adapter / missing).unlink()
     with pytest.raises(SourceError, match=missing):
         load_model(q4_pack, adapter_path=adapter)
