@@ -6,14 +6,16 @@ Order matters: a count or size is bounded before anything is computed or allocat
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 from moepack.formats.errors import FormatError
 from moepack.formats.geometry import MAX_NBYTES, align_up, tensor_nbytes
 from moepack.formats.manifest import DIGEST_NBYTES, ExpertModule, Manifest, Quantization
 
-__all__ = ["is_file_name", "validate", "validate_file_name"]
+__all__ = ["is_file_name", "validate", "validate_config", "validate_file_name"]
 
 MAX_EXPERTS = 65_536  # two thousand times today's largest top-k; keeps digests below a megabyte
+MAX_LAYERS = 10_000  # a hundred times today's deepest; models are built layer by layer
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
@@ -156,6 +158,18 @@ def _check_quantization(where: str, quantization: Mapping[str, Quantization]) ->
 def _check_text(where: str, text: str) -> None:
     if not 1 <= len(text) <= 1024 or not text.isprintable():
         raise FormatError(f"{where}: a printable text of 1 to 1,024 characters was expected")
+
+
+def validate_config(where: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model's config that states more layers than any loader should begin to build.
+
+    Raises FormatError.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict):
+            validate_config(f"{where} {key}", value)
+        elif "layers" in key and isinstance(value, int) and value > MAX_LAYERS:
+            raise FormatError(f"{where}: {key} is {value:,}, more than {MAX_LAYERS:,}")
 
 
 def _check_unique(where: str, names: Iterable[str]) -> None:

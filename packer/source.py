@@ -20,9 +20,10 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from moepack.formats.errors import SourceError
+from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.geometry import tensor_nbytes
 from moepack.formats.pack import is_pack
+from moepack.formats.validate import validate_config
 
 __all__ = [
     "COPIED_PATTERNS",
@@ -171,6 +172,10 @@ def open_folder(
     if not (path / "config.json").is_file():
         raise SourceError(f"{path}: no config.json; not a checkpoint folder")
     config = read_json(path / "config.json")
+    try:
+        validate_config(str(path / "config.json"), config)
+    except FormatError as error:
+        raise SourceError(str(error)) from error
     if not isinstance(config.get("model_type"), str):
         raise SourceError(f"{path / 'config.json'}: no model_type")
     found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))

@@ -20,6 +20,7 @@ from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
+from moepack.formats.validate import validate_config
 from moepack.runtime.adapters import apply_adapters
 from moepack.runtime.banks import Banks
 from moepack.runtime.counters import Counters, add
@@ -146,7 +147,13 @@ def load_engine(
     probes = [ShapeProbe(stock[module.path]) for module in manifest.modules]
     for module, probe in zip(manifest.modules, probes, strict=True):
         _replace(model, module.path, probe)
-    shape = measure_shape(model, probes, context, max_kv_size, kv_bits)
+    try:
+        shape = measure_shape(model, probes, context, max_kv_size, kv_bits)
+    except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise FormatError(
+            f"{opened.path}: the model cannot be called; is its config.json right? ({reason})"
+        ) from error
     needs = Needs(
         shared=shared.adopted_nbytes + shared.copied_nbytes,
         kv=shape.kv_nbytes,
@@ -213,6 +220,9 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
 
     try:
         stated = mlx_lm.utils.load_config(pack.path)
+        validate_config(str(pack.path / "config.json"), stated)
+    except FormatError:
+        raise
     except (ValueError, AttributeError, TypeError) as error:
         raise FormatError(f"{pack.path / 'config.json'}: not a model's config ({error})") from error
     try:

@@ -122,17 +122,14 @@ def command(
 
 
 def _tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """What moepack run would say of the tokenizer or chat template of a source that has one."""
+    """What moepack run would say of the tokenizer of a source that has one."""
     from moepack.formats.pack import has_tokenizer
     from moepack.runtime.tokenizer import load_tokenizer
-    from moepack.tools.answering import prompt_tokens
 
     if not has_tokenizer(folder):
         return []
     try:
-        tokenizer = load_tokenizer(folder, dict(config))
-        if tokenizer.has_chat_template:
-            prompt_tokens(tokenizer, [{"role": "user", "content": "a"}], use_template=True)
+        load_tokenizer(folder, dict(config))
     except SourceError as error:
         return [f"{error}; moepack run needs it"]
     return []

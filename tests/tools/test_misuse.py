@@ -189,6 +189,40 @@ def test_a_broken_config_in_a_pack_is_named(
     assert f"{pack / 'config.json'}: not a model's config" in line
 
 
+@pytest.mark.parametrize("number", [17, 10**9])
+def test_a_config_that_asks_for_more_experts_than_there_are_is_named(
+    number: int, q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def edit(pack: Path) -> None:
+        config = json.loads((pack / "config.json").read_text())
+        (pack / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": number}))
+
+    pack = changed_pack(q4_pack, tmp_path, edit)
+    assert "is its config.json right?" in fails(1, "run", pack, "-p", PROMPT, capsys=capsys)
+
+
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_a_config_of_a_billion_layers_is_refused_at_once(
+    place: str,
+    q4_source: Path,
+    q4_pack: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        layers = {"num_hidden_layers": 10**9}
+        config |= layers if place == "top" else {"text_config": layers}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    source, pack = tmp_path / "source", changed_pack(q4_pack, tmp_path, edit)
+    shutil.copytree(q4_source, source)
+    edit(source)
+    for arguments in (("convert", source, tmp_path / "p"), ("run", pack, "-p", PROMPT)):
+        line = fails(1, *arguments, capsys=capsys)
+        assert "num_hidden_layers is 1,000,000,000, more than 10,000" in line
+
+
 def test_a_pack_without_manifest_is_not_called_a_checkpoint(
     q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,20 +297,12 @@ def test_a_file_with_an_odd_name_is_left_out_with_a_warning(
     assert main(["verify", str(tmp_path / "p"), str(source)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [("tokenizer.json", "{"), ("chat_template.jinja", "{{ raise_exception('no') }}")],
-)
-def test_convert_warns_of_a_tokenizer_or_template_that_run_would_refuse(
-    file: str,
-    content: str,
-    q4_source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_convert_warns_of_a_tokenizer_that_run_would_refuse(
+    q4_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
     shutil.copytree(q4_source, source)
-    (source / file).write_text(content)
+    (source / "tokenizer.json").write_text("{")
     assert main(["convert", str(source), str(tmp_path / "p")]) == 0
     assert "moepack run needs it" in capsys.readouterr().err
     fails(1, "run", tmp_path / "p", "-p", PROMPT, capsys=capsys)
