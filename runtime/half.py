@@ -1,4 +1,4 @@
-"""Unquantized half-precision experts on the CPU backend, whose `gather_mm` takes float32 only.
+"""Unquantized half-precision switch layers on the CPU: its `gather_mm` takes float32 only.
 
 Stock mlx-lm fails there. The experts that a call picks are computed in float32 and the result is
 rounded to the type that went in. On Metal the stock path stays.
@@ -53,10 +53,11 @@ class WideningSwitchLinear(nn.Module):
             self.bias = stock.bias
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As SwitchLinear: x `(..., 1, in)` broadcast with indices `(...)` -> `(..., 1, out)`."""
-        rows = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+        """As SwitchLinear: x `(..., m, in)` broadcast with indices `(...)` -> `(..., m, out)`."""
+        pairs_shape = np.broadcast_shapes(x.shape[:-2], indices.shape)
+        rows = mx.broadcast_to(x, (*pairs_shape, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
         mx.eval(rows, indices)
-        picked: Any = np.array(indices).reshape(-1)
+        picked: Any = np.broadcast_to(np.array(indices), pairs_shape).reshape(-1)
         experts = np.unique(picked)
         outputs, places = [], []
         for start in range(0, len(experts), EXPERTS_AT_ONCE):
@@ -72,7 +73,7 @@ class WideningSwitchLinear(nn.Module):
             outputs.append(y)
             places.append(pairs)
         order = np.argsort(np.concatenate(places))
-        y = mx.concatenate(outputs)[mx.array(order)].reshape(*indices.shape, x.shape[-2], -1)
+        y = mx.concatenate(outputs)[mx.array(order)].reshape(*pairs_shape, x.shape[-2], -1)
         if "bias" in self:
             y = y + mx.expand_dims(self["bias"][indices].astype(mx.float32), -2)
         return y.astype(x.dtype)

@@ -170,7 +170,8 @@ def load_engine(
     )
     mx.set_cache_limit(plan.mlx_cache)
 
-    is_widened = False
+    is_widened = needs_float32(model)  # some have switch layers that are no experts
+    compute_in_float32(model)
     spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
     pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")

@@ -25,7 +25,9 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from tiny_models import random_tokens
 
 from moepack.formats.pack import Pack
+from moepack.packer.checkpoint import ConvertOptions
 from moepack.runtime.loading import Engine, load_engine
+from moepack.tools.verify import verify_logits
 
 N_PREFILLED = 40
 N_DECODED = 6
@@ -65,6 +67,15 @@ def test_quantized_family_runs_from_its_pack_bit_for_bit(
 @pytest.mark.parametrize("name", ABOVE_FLOOR)
 def test_family_runs_with_one_expert_more_than_the_floor(name: str, tmp_path: Path) -> None:
     check_family(name, tmp_path, mode=None, n_above_floor=1)
+
+
+# One with switch layers that are no experts, one with another name for the size of a vocabulary.
+@pytest.mark.parametrize("name", ["deepseek_v41", "phixtral", "gpt_oss"])
+def test_family_in_half_precision_equals_mlx_lm_widened_alike(name: str, tmp_path: Path) -> None:
+    source = write_checkpoint(FAMILIES[name], tmp_path / "source", None)
+    pack = Pack.open(make_pack(source, tmp_path / "pack", ConvertOptions(dtype="bfloat16")))
+    logits = verify_logits(pack, str(source), None, "auto")
+    assert logits.identical == logits.positions == 128
 
 
 def test_at_least_a_third_of_the_families_are_tested_in_4_bits() -> None:

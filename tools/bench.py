@@ -71,11 +71,10 @@ def command(
         models["mlx-lm"], _ = mlx_lm.utils.load_model(find_folder(source)[0])
     for layer in engines["all-hits"].layers:
         layer.preload(range(layer.n_experts))
-    vocabulary = _vocabulary(engines["resident"].config)
     rng = np.random.default_rng(seed)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for round_ in range(rounds + 1):  # the first warms up
-        forced = rng.integers(0, vocabulary, tokens).tolist()
+        forced = rng.integers(0, engines["resident"].vocabulary, tokens).tolist()
         for name, model in models.items():
             elapsed = decode_seconds(model, forced)
             if round_ > 0:
@@ -140,9 +139,3 @@ def _forcing(tokens: list[int]) -> "Callable[[mx.array], mx.array]":
         return token
 
     return sampler
-
-
-def _vocabulary(config: dict[str, Any]) -> int:
-    size = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    assert isinstance(size, int)
-    return size

@@ -142,18 +142,17 @@ def verify_logits(
     from moepack.tools.logits import compare_logits
 
     engine = load_engine(pack, memory=memory, expert_cache="floor")
-    vocabulary = engine.config.get("vocab_size") or engine.config["text_config"]["vocab_size"]
     try:
         tokenizer = engine.tokenizer()
     except SourceError:
         if text is not None:
             raise
         note("the pack has no tokenizer: logits are compared on made-up tokens")
-        tokens = [(7919 * i + 13) % vocabulary for i in range(DEFAULT_N_TOKENS)]
+        tokens = [(7919 * i + 13) % engine.vocabulary for i in range(DEFAULT_N_TOKENS)]
     else:
         tokens = tokenizer.encode(DEFAULT_TEXT if text is None else text)
         if text is None:
-            tokens = _lengthen(tokens, vocabulary)
+            tokens = _lengthen(tokens, engine.vocabulary)
     if not tokens:
         raise SourceError("the text to compare on has no tokens")
     original, _ = load_source_model(open_source(source), recorded_options(pack))
