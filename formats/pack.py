@@ -62,7 +62,7 @@ class Pack:
         for module in pack.manifest.modules:
             pack._check_file(module.file, module.stride * module.n_experts)
         for file in pack.manifest.files:
-            pack._check_file(file.name, None)
+            pack._check_file(file.name, file.nbytes)
         return pack
 
     @property
@@ -74,7 +74,7 @@ class Pack:
         """The path of one module's records."""
         return self.path / module.file
 
-    def _check_file(self, name: str, nbytes: int | None) -> None:
+    def _check_file(self, name: str, nbytes: int) -> None:
         path = self.path / name
         try:
             status = path.stat()
@@ -84,7 +84,7 @@ class Pack:
             ) from error
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path}: not a regular file")
-        if nbytes is not None and status.st_size != nbytes:
+        if status.st_size != nbytes:
             raise FormatError(
                 f"{path}: {status.st_size:,} bytes, the manifest says {nbytes:,}; "
                 "the file is damaged, convert again"

@@ -142,6 +142,8 @@ def _check_source(manifest: Manifest) -> None:
             raise FormatError(f"manifest source shard {shard.name!r}: bad nbytes or sha256")
         where = f"manifest source shard {shard.name!r}"
         validate_file_name(where, shard.name)
+        if not shard.name.endswith(".safetensors"):
+            raise FormatError(f"{where}: not the name of a safetensors file")
         if "/" in shard.name or (shard.header is not None and len(shard.header) > shard.nbytes):
             raise FormatError(f"{where}: not a file name, or a header longer than the file")
     for name, nbytes in source.dropped.items():

@@ -137,16 +137,38 @@ def _lift_rope(
             )
         return
     for key in ROPE_KEYS:
-        if key in rope and key not in lifted:
-            if key in fields:
-                lifted[key] = rope[key]
-            elif key == "partial_rotary_factor" and rope[key] != 1.0:
-                raise SourceError(_unreadable(lifted, f"rope_parameters.{key}"))
-    if "rope_scaling" not in lifted:
-        if is_scaled and not ("rope_scaling" in fields and is_scaling_read):
-            raise SourceError(_unreadable(lifted, "rope_parameters.rope_type"))
-        if "rope_scaling" in fields:
-            lifted["rope_scaling"] = scaling if is_scaled else None
+        if rope.get(key) is None:
+            continue
+        if lifted.get(key) is not None:
+            _refuse_another(key, lifted[key], rope[key])
+        elif key in fields:
+            lifted[key] = rope[key]
+        elif key == "partial_rotary_factor" and rope[key] != 1.0:
+            raise SourceError(_unreadable(lifted, f"rope_parameters.{key}"))
+    if lifted.get("rope_scaling") is not None:
+        _refuse_another("rope_scaling", _by_rope_type(lifted["rope_scaling"]), _by_rope_type(rope))
+    elif is_scaled and not ("rope_scaling" in fields and is_scaling_read):
+        raise SourceError(_unreadable(lifted, "rope_parameters.rope_type"))
+    elif "rope_scaling" in fields:
+        lifted["rope_scaling"] = scaling if is_scaled else None
+
+
+def _by_rope_type(scaling: Any) -> Any:
+    """A rope scaling without what is stated elsewhere too, its type under the newer name."""
+    if not isinstance(scaling, dict):
+        return scaling
+    kept = {k: v for k, v in scaling.items() if k not in ROPE_KEYS and v is not None}
+    if "type" in kept:
+        kept.setdefault("rope_type", kept.pop("type"))
+    return kept
+
+
+def _refuse_another(key: str, stated: object, in_parameters: object) -> None:
+    if stated != in_parameters:
+        raise SourceError(
+            f"config.json: {key} is {stated}, but {in_parameters} by rope_parameters; "
+            "remove the wrong one"
+        )
 
 
 def unread_rope_keys(config: Mapping[str, Any]) -> list[str]:
@@ -163,6 +185,7 @@ def unread_rope_keys(config: Mapping[str, Any]) -> list[str]:
         for part in (config, config.get("text_config") or {})
         for owner in ("rope_scaling", "rope_parameters")
         if isinstance(rope := part.get(owner), dict)
+        if rope.get("rope_type", rope.get("type")) != "default"  # there is nothing to read, then
         for key, value in rope.items()
         if value is not None and not isinstance(value, dict)
         if not re.search(rf"\b{re.escape(key)}\b", code)

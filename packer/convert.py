@@ -13,7 +13,7 @@ from moepack.formats.digests import digest_bytes
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import ALIGNMENT
 from moepack.formats.manifest import VERSION, CopiedFile, Manifest, Shard, Source
-from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer
+from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer, is_pack
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.formats.validate import is_file_name
@@ -50,6 +50,8 @@ __all__ = [
     "summary",
 ]
 
+# A staging folder with one of these is a convert's: made before the journal, with it, or after.
+CONVERT_CONTENTS = (STUBS_NAME, JOURNAL_NAME, MANIFEST_NAME)
 # Written tensors are made durable and noted at least this often: what a crash can cost.
 SYNC_NBYTES = 2**30
 
@@ -133,34 +135,40 @@ def convert(
         store = ConsumedShards(there, restorable) if consume else LocalShards(there)
         if consume and (kept := sorted(s.name for s in there if store.keeps(s.name))):
             notify(f"kept, as not all their bytes are in the pack: {', '.join(kept)}")
-    # What was consumed before is nowhere else, whether or not this convert consumes.
-    keeps_staging = not store.keeps_source or journal_consumed(
-        staging_path(destination) / JOURNAL_NAME
-    )
+    staging = staging_path(destination)
+
+    def holds_shards() -> bool:
+        """Whether shards that are nowhere else are in the staging folder, of now or before."""
+        return journal_consumed(staging / JOURNAL_NAME)
+
     try:
-        with staging_folder(destination, overwrite, keeps_staging) as staging:
+        with staging_folder(destination, overwrite, CONVERT_CONTENTS, holds_shards):
             journal = _open_journal(plan, staging, notify)
             _check_space(plan, staging, destination, store)
             if not store.keeps_source:
                 save_stubs(source, staging / STUBS_NAME)
             _write_tensors(plan, staging, store, journal, advance)
             manifest = _finish(plan, staging, journal)
-            if not keeps_staging:
+            if not holds_shards():
                 clear_notes(staging)
         clear_notes(destination)  # of shards that are gone, not before the pack is there
     except KeyboardInterrupt:
-        if keeps_staging:
+        if holds_shards():
             notify(
-                f"what is done is kept in {staging_path(destination)}, and shards consumed are "
-                "nowhere else; run the same command again to go on from here"
+                f"what is done is kept in {staging}, and shards consumed are nowhere else; run the "
+                "same command again to go on from here"
             )
+        elif not staging.exists() and is_pack(destination):
+            notify(f"{destination} is complete")
         raise
     except SourceError:
         raise
     except OSError as error:
-        after = "run it again to go on from here" if keeps_staging else "nothing was kept"
+        after = "run it again to go on from here" if holds_shards() else "nothing was kept"
+        at = Path(os.fsdecode(error.filename)) if error.filename else destination
+        where = at if at.is_relative_to(source.path) else destination
         raise SourceError(
-            f"{destination}: {error.strerror or error}; {after} ({plan.nbytes:,} bytes needed, "
+            f"{where}: {error.strerror or error}; {after} ({plan.nbytes:,} bytes needed, "
             f"{shutil.disk_usage(destination.parent).free:,} free)"
         ) from error
     finally:
@@ -230,7 +238,10 @@ def _check_space(plan: ConvertPlan, staging: Path, destination: Path, store: Sha
     sizes = {name: target.nbytes for name, target in plan.layout.targets.items()}
     padding = plan.nbytes - sum(sizes.values())
     there = sum(f.stat().st_blocks * 512 for f in staging.rglob("*.bin"))
-    peak = peak_nbytes(plan.steps, sizes, store.fetched_nbytes(), store.freed_nbytes())
+    freed = store.freed_nbytes()
+    if plan.source.path.stat().st_dev != staging.stat().st_dev and not _stubs_of(plan):
+        freed = {}  # it is given back elsewhere
+    peak = peak_nbytes(plan.steps, sizes, store.fetched_nbytes(), freed)
     needed = peak + padding - there
     free = shutil.disk_usage(destination.parent).free
     if free < needed:

@@ -68,7 +68,7 @@ class Journal:
         if not self._path.is_file():
             return False
         lines, nbytes = read_lines(self._path)
-        if not lines or not _is_same(lines[0], json.loads(json.dumps(binding))):
+        if not lines or not _is_same(lines, json.loads(json.dumps(binding))):
             return False
         for line in lines[1:]:
             if "tensor" in line:
@@ -79,10 +79,11 @@ class Journal:
         return True
 
 
-def _is_same(noted: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Equal bindings; the time of change of a shard that is a stub now does not count."""
+def _is_same(lines: list[dict[str, Any]], now: dict[str, Any]) -> bool:
+    """Equal bindings; the time of change of a shard that is a stub, or was given up, is nothing."""
+    noted, given_up = lines[0], _given_up(lines)
     times = {
-        name: noted.get("mtimes_ns", {}).get(name) if time is None else time
+        name: noted.get("mtimes_ns", {}).get(name) if time is None or name in given_up else time
         for name, time in now["mtimes_ns"].items()
     }
     return noted == now | {"mtimes_ns": times}
@@ -90,8 +91,11 @@ def _is_same(noted: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def journal_consumed(path: Path) -> bool:
     """Whether a journal at `path` says that shards were given up for what is in its folder."""
-    lines = read_lines(path)[0] if path.is_file() else []
-    return any("shard" in line and not line["is_kept"] for line in lines)
+    return bool(_given_up(read_lines(path)[0] if path.is_file() else []))
+
+
+def _given_up(lines: list[dict[str, Any]]) -> set[str]:
+    return {line["shard"] for line in lines if "shard" in line and not line["is_kept"]}
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -3,12 +3,12 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from moepack.formats.errors import SourceError
-from moepack.formats.pack import is_pack
+from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, is_pack
 from moepack.packer.journal import JOURNAL_NAME
 from moepack.packer.source import COPIED_PATTERNS, STUBS_NAME
 
@@ -17,13 +17,14 @@ __all__ = [
     "clear_folder",
     "clear_notes",
     "fsync_folder",
+    "old_path",
     "remove_unstarted",
     "staging_folder",
     "staging_path",
     "write_file",
 ]
 
-PACK_PATTERNS = ("manifest.msgpack", "shared.bin", *COPIED_PATTERNS)
+PACK_PATTERNS = (MANIFEST_NAME, SHARED_NAME, *COPIED_PATTERNS)
 
 
 def check_destination(
@@ -42,6 +43,8 @@ def check_destination(
         raise SourceError(f"{parent}: no such folder to write {destination.name} in")
     if not os.access(parent, os.W_OK):
         raise SourceError(f"{parent}: no permission to write in this folder")
+    if not only_look:
+        _recover_old(destination)
     if not (destination.exists() or destination.is_symlink()):
         return
     if is_pack(destination) and not destination.is_symlink() and not only_look:
@@ -49,8 +52,9 @@ def check_destination(
     if destination.is_symlink():
         raise SourceError(f"{destination}: exists and is a link; remove it or give another name")
     if not overwrite:
-        other = "pass --overwrite" if can_overwrite and is_pack(destination) else "name another"
-        raise SourceError(f"{destination}: exists; remove it or {other}")
+        replace = can_overwrite and is_pack(destination)
+        hint = "pass --overwrite to replace it, or name another" if replace else "name another"
+        raise SourceError(f"{destination}: exists; {hint}")
     if not is_pack(destination):
         raise SourceError(
             f"{destination}: exists and is not a pack; --overwrite replaces packs only"
@@ -73,13 +77,41 @@ def staging_path(destination: Path) -> Path:
     return destination.parent / f".{destination.name}.partial"
 
 
+def old_path(destination: Path) -> Path:
+    """The hidden sibling in which an old pack waits while the new one takes its place."""
+    return destination.parent / f".{destination.name}.old"
+
+
+def _recover_old(destination: Path) -> None:
+    """Undo, or finish, what a convert killed between its two renames left."""
+    old = old_path(destination)
+    if old.is_symlink() or not old.is_dir():
+        return
+    if not any(old.iterdir()):
+        old.rmdir()
+    elif is_pack(old) and not destination.exists():
+        old.rename(destination)
+    elif is_pack(old) and is_pack(destination):
+        _check_nothing_else(old)
+        _remove_pack(old)
+
+
+def _remove_pack(folder: Path) -> None:
+    """The manifest goes last: until then, what a kill leaves can be told to be a pack's."""
+    clear_folder(folder, keep=MANIFEST_NAME)
+    (folder / MANIFEST_NAME).unlink()
+    folder.rmdir()
+
+
 @contextmanager
-def staging_folder(destination: Path, overwrite: bool, keep_on_error: bool) -> Iterator[Path]:
+def staging_folder(
+    destination: Path, overwrite: bool, contents: Sequence[str], keeps: Callable[[], bool]
+) -> Iterator[Path]:
     """The hidden folder beside `destination` that becomes it when the block ends well.
 
-    It may hold what a killed convert left. On any exception it is removed, unless
-    `keep_on_error`, and the destination stays as it was. A folder that a running convert holds is
-    refused with SourceError.
+    It may hold what a killed run of the same kind left, told by one of the names in `contents`
+    being there. On any exception it is removed, unless it `keeps`, and the destination stays as it
+    was. A folder of anyone else, or one that a running convert holds, is refused with SourceError.
     """
     staging = staging_path(destination)
     try:
@@ -87,6 +119,9 @@ def staging_folder(destination: Path, overwrite: bool, keep_on_error: bool) -> I
         lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise SourceError(f"{staging}: {error.strerror}") from error
+    if any(staging.iterdir()) and not any((staging / name).exists() for name in contents):
+        os.close(lock)
+        raise SourceError(f"{staging}: is in the way; move it, or name another destination")
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,7 +134,7 @@ def staging_folder(destination: Path, overwrite: bool, keep_on_error: bool) -> I
                 fsync_folder(folder)
             _rename(staging, destination)
         except BaseException:
-            if not keep_on_error:
+            if not keeps():
                 shutil.rmtree(staging, ignore_errors=True)
             raise
     finally:
@@ -128,7 +163,7 @@ def remove_unstarted(destination: Path) -> None:
     lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not (staging / JOURNAL_NAME).exists():
+        if {entry.name for entry in staging.iterdir()} <= {STUBS_NAME}:
             shutil.rmtree(staging, ignore_errors=True)
     except BlockingIOError:
         pass  # another convert is writing it
@@ -138,21 +173,21 @@ def remove_unstarted(destination: Path) -> None:
 
 def _rename(staging: Path, destination: Path) -> None:
     parent = destination.parent
-    old = parent / f".{destination.name}.old"
-    if destination.exists():
+    old = old_path(destination)
+    if not destination.exists():
+        staging.rename(destination)
+        fsync_folder(parent)
+    else:
         if old.exists():
-            shutil.rmtree(old)
+            raise SourceError(f"{old}: is in the way; move it")
         destination.rename(old)
         try:
             staging.rename(destination)
         except BaseException:
             old.rename(destination)
             raise
-    else:
-        staging.rename(destination)
-    fsync_folder(parent)
-    if old.exists():  # from now, or from a convert that was killed between the two renames
-        shutil.rmtree(old)
+        fsync_folder(parent)
+        _remove_pack(old)
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -3,7 +3,9 @@
 Digests of whole shards (sha256, as the hub states them) are taken beside the writing.
 """
 
+import fcntl
 import hashlib
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +99,11 @@ class ConsumedShards(LocalShards):
             # Its bytes may belong to someone else too: another snapshot, another folder.
             if path.name in restorable and (path.is_symlink() or path.stat().st_nlink != 1):
                 raise SourceError(f"{path}: is a link; --consume takes plain files only")
+        folders = {path.parent for path in shards}
+        for folder in folders:
+            if not os.access(folder, os.W_OK):
+                raise SourceError(f"{folder}: --consume may not delete files in this folder")
+        self._locks = [_lock(folder) for folder in folders]
 
     def keeps(self, name: str) -> bool:
         """See ShardStore."""
@@ -110,6 +117,12 @@ class ConsumedShards(LocalShards):
                 path.unlink()  # first: an emptied shard would stand in the way of its stub
                 file.truncate(0)  # MLX may still hold it open, and with it the space
 
+    def close(self) -> None:
+        """See ShardStore: others may consume the folder now."""
+        super().close()
+        for lock in self._locks:
+            os.close(lock)
+
     def freed_nbytes(self) -> Mapping[str, int]:
         """See ShardStore."""
         return {
@@ -117,6 +130,17 @@ class ConsumedShards(LocalShards):
             for name, path in self._paths.items()
             if path.exists() and not self.keeps(name)
         }
+
+
+def _lock(folder: Path) -> int:
+    """An open file descriptor that keeps other converts from consuming this folder."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise SourceError(f"{folder}: another convert is consuming it") from error
+    return lock
 
 
 def digest_shard(path: Path) -> Shard:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from moepack.packer.writing import Target, targets_of
 
 __all__ = ["Unpacked", "unpack"]
 
+UNPACKING = "unpacking"  # the name of a file that says whose a staging folder is
 MAX_SHARD_NBYTES = 5 * 2**30  # as mlx-lm's
 
 
@@ -61,9 +62,12 @@ def unpack(pack: Pack, destination: Path, advance: Advance = silent) -> Unpacked
     if free < nbytes:
         raise SourceError(f"{destination}: needs {nbytes:,} bytes, the disk has {free:,} free")
     try:
-        with staging_folder(destination, overwrite=False, keep_on_error=False) as staging:
+        with staging_folder(destination, False, [UNPACKING], lambda: False) as staging:
             clear_folder(staging)
-            return _write(pack, staging, advance)
+            (staging / UNPACKING).touch()
+            result = _write(pack, staging, advance)
+            (staging / UNPACKING).unlink()
+            return result
     except (SourceError, FormatError):
         raise
     except OSError as error:
@@ -80,6 +84,8 @@ def _write(pack: Pack, folder: Path, advance: Advance) -> Unpacked:
     for shard in restored:
         assert shard.header is not None
         names = _names_in_order(shard)
+        if unknown := [n for n in names if manifest.source.renamed.get(n, n) not in tensors]:
+            raise FormatError(f"manifest source shard {shard.name!r}: no tensor {unknown[0]!r}")
         parameters = [manifest.source.renamed.get(name, name) for name in names]
         digest = _write_shard(
             pack, folder / shard.name, shard.header, [tensors[p] for p in parameters], advance
@@ -95,7 +101,8 @@ def _write(pack: Pack, folder: Path, advance: Advance) -> Unpacked:
     if tensors:  # no sha256 of a source's shard vouches for them
         for mismatch in check_digests(pack):
             raise FormatError(f"{pack.path}: {mismatch}; run moepack verify on it")
-    made = _write_new_shards(pack, folder, tensors, bool(restored), weight_map, advance)
+    taken = {shard.name for shard in restored}
+    made = _write_new_shards(pack, folder, tensors, taken, weight_map, advance)
     _write_files(pack, folder, weight_map, is_identical=not made)
     return Unpacked(tuple(shard.name for shard in restored), made)
 
@@ -128,7 +135,14 @@ def _names_in_order(shard: Shard) -> list[str]:
     try:
         header = json.loads(shard.header[8:])
         entries = [(e["data_offsets"][0], n) for n, e in header.items() if n != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise FormatError(f"{shard.name}: its header in the manifest is damaged") from error
     return [name for _, name in sorted(entries)]
 
@@ -163,7 +177,7 @@ def _write_new_shards(
     pack: Pack,
     folder: Path,
     tensors: Mapping[str, _Tensor],
-    has_restored: bool,
+    taken: Set[str],
     weight_map: dict[str, str],
     advance: Advance,
 ) -> tuple[str, ...]:
@@ -177,10 +191,12 @@ def _write_new_shards(
         size += tensor.target.nbytes
     made = []
     for number, group in enumerate(groups, start=1):
-        kind = "-unpacked" if has_restored else ""
+        kind = "-unpacked" if taken else ""
         name = f"model{kind}-{number:05d}-of-{len(groups):05d}.safetensors"
-        if len(groups) == 1 and not has_restored:
+        if len(groups) == 1 and not taken:
             name = "model.safetensors"
+        while name in taken:
+            name = name.replace("model-unpacked", "model-unpacked-again", 1)
         _write_shard(pack, folder / name, _header(group), list(group.values()), advance)
         weight_map |= dict.fromkeys(group, name)
         made.append(name)

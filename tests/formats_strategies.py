@@ -223,7 +223,7 @@ def _modules(draw: st.DrawFn, path: str, file: str, alignment: int) -> ExpertMod
 def _sources(draw: st.DrawFn) -> Source:
     shards = st.builds(
         Shard,
-        _file_names,
+        _file_names.map(lambda name: f"{name}.safetensors"),
         st.integers(4, 2**63 - 1),
         st.binary(max_size=4).map(lambda b: sha256(b).hexdigest()),
         st.none() | st.binary(max_size=4),

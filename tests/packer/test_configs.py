@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from families import FAMILIES
 
 from moepack.formats.errors import SourceError
 from moepack.packer.configs import lift_config, unread_rope_keys
@@ -28,9 +29,39 @@ def test_rope_theta_and_aliases_are_lifted() -> None:
     assert lifted["num_experts"] == 16
 
 
-def test_a_stated_key_is_not_overwritten() -> None:
-    lifted = lift_config({**saved_by_transformers(), "rope_theta": 123.0})
-    assert lifted["rope_theta"] == 123.0
+@pytest.mark.parametrize("stated", [50000.0, None])
+def test_a_key_stated_twice_alike_or_as_null_is_lifted(stated: float | None) -> None:
+    lifted = lift_config({**saved_by_transformers(), "rope_theta": stated})
+    assert lifted["rope_theta"] == 50000.0
+
+
+def test_a_key_stated_twice_with_other_values_is_refused() -> None:
+    with pytest.raises(SourceError, match=r"rope_theta is 123\.0, but 50000\.0 by rope_parameters"):
+        lift_config({**saved_by_transformers(), "rope_theta": 123.0})
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
+def test_a_null_rope_scaling_does_not_hide_the_one_in_rope_parameters(model_type: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    config = {
+        **FAMILIES[model_type].config,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": 50000.0, **yarn},
+    }
+    config.pop("rope_theta", None)
+    assert lift_config(config)["rope_scaling"] == yarn
+
+
+def test_rope_scaling_stated_twice_alike_is_kept_and_otherwise_refused() -> None:
+    old = {"type": "yarn", "factor": 8.0}
+    config = {
+        **tiny_models.GPT_OSS,
+        "rope_scaling": old,
+        "rope_parameters": {"rope_type": "yarn", "factor": 8.0},
+    }
+    assert lift_config(config)["rope_scaling"] == old
+    with pytest.raises(SourceError, match=r"rope_scaling is .* by rope_parameters"):
+        lift_config({**config, "rope_scaling": {**old, "factor": 4.0}})
 
 
 def test_a_scaled_rope_that_the_model_ignores_is_refused_by_name() -> None:
@@ -66,3 +97,7 @@ def test_a_rope_key_that_no_code_reads_is_told() -> None:
         "rope_scaling.truncate"
     ]
     assert unread_rope_keys(PLAIN) == []
+
+
+def test_a_rope_that_is_not_scaled_has_no_unread_key() -> None:
+    assert unread_rope_keys(saved_by_transformers()) == []

@@ -15,6 +15,7 @@ from moepack.formats.errors import SourceError
 from moepack.formats.pack import Pack
 from moepack.packer.checkpoint import ConvertOptions
 from moepack.packer.convert import ConvertPlan, convert, plan_convert
+from moepack.packer.publishing import remove_unstarted
 from moepack.packer.source import open_source
 from moepack.packer.writing import write_range
 
@@ -66,7 +67,7 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_existing_folder_is_refused(plan: ConvertPlan, place: Path) -> None:
     """Whatever is in it."""
     (place / "out.moepack").mkdir()
-    with pytest.raises(SourceError, match=r"out\.moepack: exists; remove it or name another"):
+    with pytest.raises(SourceError, match=r"out\.moepack: exists; name another"):
         convert(plan, place / "out.moepack")
     assert names_in(place) == ["out.moepack"]
 
@@ -226,9 +227,24 @@ def test_leftover_of_a_killed_convert_is_cleared(
     (leftover / "experts" / "00000.bin").write_bytes(b"half")
     (leftover / "shared.bin").write_bytes(b"half")
     (leftover / "link").symlink_to(place)
+    (leftover / "journal").touch()
     convert(plan, place / "out.moepack")
     assert names_in(place) == ["out.moepack"]
     assert fingerprint(place / "out.moepack") == fingerprint(q4_pack)
+
+
+@pytest.mark.parametrize("name", [".out.moepack.partial", ".out.moepack.old"])
+def test_hidden_folder_of_someone_else_stays(plan: ConvertPlan, place: Path, name: str) -> None:
+    """It is in the way, or of no concern."""
+    (place / name).mkdir()
+    (place / name / "precious").write_bytes(b"mine")
+    if name.endswith(".partial"):
+        with pytest.raises(SourceError, match=r"\.out\.moepack\.partial: is in the way"):
+            convert(plan, place / "out.moepack")
+        remove_unstarted(place / "out.moepack")
+    else:
+        convert(plan, place / "out.moepack")
+    assert fingerprint(place / name) == {"precious": b"mine"}
 
 
 def test_link_in_place_of_the_staging_folder_is_not_followed(
@@ -249,12 +265,13 @@ def test_second_convert_to_the_same_place_is_refused(plan: ConvertPlan, place: P
     staging = place / ".out.moepack.partial"
     staging.mkdir()
     (staging / "shared.bin").write_bytes(b"of the first")
+    (staging / "journal").touch()
     held = os.open(staging, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(SourceError, match="another convert is writing it"):
             convert(plan, place / "out.moepack")
-        assert fingerprint(staging) == {"shared.bin": b"of the first"}
+        assert fingerprint(staging) == {"shared.bin": b"of the first", "journal": b""}
     finally:
         os.close(held)
     convert(plan, place / "out.moepack")

@@ -242,7 +242,7 @@ def finish(run: Run, place: Path, source: Path, *options: str) -> None:
     ended = run(source, place / "out.moepack", *options, calls=())
     assert ended.status == int(was_complete), ended.output
     if was_complete:
-        assert "out.moepack: exists; remove it or pass --overwrite" in ended.output
+        assert "out.moepack: exists; pass --overwrite" in ended.output
 
 
 def test_convert_killed_at_any_call_ends_in_the_same_pack(
@@ -344,16 +344,20 @@ def test_overwriting_convert_killed_at_any_call_has_the_old_pack_or_the_new(
     assert seen == {"old", "between", "new"}
 
 
-def test_convert_after_a_kill_between_the_two_renames_needs_no_overwrite(
+def test_convert_after_a_kill_between_the_two_renames_finds_the_old_pack(
     run: Run, tmp_path: Path, copied: Path, copied_pack: Path, derived_pack: Path
 ) -> None:
-    """There is nothing at the destination; the old pack goes when the new one is there."""
+    """It is put back first."""
     destination = tmp_path / "place" / "out.moepack"
     shutil.copytree(derived_pack, destination)
     ended = run(copied, destination, "--overwrite", kill_at=2, calls=("rename",))
     assert ended.status < 0
     assert not destination.exists()
-    assert run(copied, destination).status == 0
+    ended = run(copied, destination)
+    assert ended.status == 1
+    assert "exists; pass --overwrite" in ended.output
+    assert fingerprint(destination) == fingerprint(derived_pack)
+    assert run(copied, destination, "--overwrite").status == 0
     assert fingerprint(destination) == fingerprint(copied_pack)
     assert names_in(tmp_path / "place") == ["out.moepack"]
 

@@ -289,7 +289,7 @@ def test_damaged_small_file_is_refused_and_leaves_nothing(
 ) -> None:
     """It is no part of any shard."""
     folder = Path(shutil.copytree(q4_pack, tmp_path / "damaged.moepack"))
-    (folder / name).write_bytes((folder / name).read_bytes().replace(b" ", b"  ", 1))
+    (folder / name).write_bytes((folder / name).read_bytes().replace(b" ", b"\t", 1))
     with pytest.raises(FormatError, match=f"{name}: differs from its digest"):
         unpack(Pack.open(folder), tmp_path / "unpacked")
     assert names_in(tmp_path) == ["damaged.moepack"]
@@ -348,6 +348,18 @@ def test_interrupt_leaves_nothing(q4_pack: Path, tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
+def test_unfinished_convert_in_the_way_is_not_touched(q4_pack: Path, tmp_path: Path) -> None:
+    """It may hold the only copy of shards that it consumed."""
+    staging = tmp_path / ".unpacked.partial"
+    staging.mkdir()
+    (staging / "journal").write_text("{}\n")
+    (staging / "shared.bin").write_bytes(b"consumed")
+    before = fingerprint(staging)
+    with pytest.raises(SourceError, match=r"\.unpacked\.partial: is in the way"):
+        unpack(Pack.open(q4_pack), tmp_path / "unpacked")
+    assert fingerprint(staging) == before
+
+
 def test_leftover_of_a_killed_unpack_is_cleared(
     q4_pack: Path, q4_source: Path, tmp_path: Path
 ) -> None:
@@ -355,6 +367,7 @@ def test_leftover_of_a_killed_unpack_is_cleared(
     leftover = tmp_path / ".unpacked.partial"
     leftover.mkdir()
     (leftover / "model-extra.safetensors").write_bytes(b"half")
+    (leftover / "unpacking").touch()
     unpack(Pack.open(q4_pack), tmp_path / "unpacked")
     assert fingerprint(tmp_path / "unpacked") == fingerprint(q4_source)
     assert names_in(tmp_path) == ["unpacked"]
