@@ -284,7 +284,9 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRange]]:
     """(the file's bytes before its data, where its tensors lie)."""
     if not path.is_file():
-        hint = f"{INDEX_NAME} lists it" if listed else "it is no regular file"
+        hint = "it is no regular file"
+        if listed:
+            hint = f"{INDEX_NAME} lists it (convert --consume moves shards into the pack)"
         raise SourceError(f"{path}: no such shard; {hint}")
     try:
         with safe_open(path, framework="numpy"):

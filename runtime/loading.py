@@ -22,7 +22,7 @@ from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
 from moepack.formats.validate import validate_config
 from moepack.runtime.adapters import apply_adapters
-from moepack.runtime.banks import Banks
+from moepack.runtime.banks import MLX_DTYPES, Banks
 from moepack.runtime.counters import Counters, add
 from moepack.runtime.half import compute_in_float32, needs_float32
 from moepack.runtime.machine import available_memory, resident_memory
@@ -151,8 +151,11 @@ def load_engine(
         shape = measure_shape(model, probes, context, max_kv_size, kv_bits)
     except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
+        cause = "is its config.json right"
+        if adapter_path is not None:
+            cause += f", and the adapter {adapter_path}"
         raise FormatError(
-            f"{opened.path}: the model cannot be called; is its config.json right? ({reason})"
+            f"{opened.path}: the model cannot be called; {cause}? ({reason})"
         ) from error
     needs = Needs(
         shared=shared.adopted_nbytes + shared.copied_nbytes,
@@ -264,6 +267,7 @@ def _check_parts(module: ExpertModule, stock: nn.Module) -> None:
     packed = {part.name: (module.n_experts, *part.shape) for part in module.parts}
     parameters: dict[str, mx.array] = dict(tree_flatten(stock.parameters()))
     wanted = {name: tuple(array.shape) for name, array in parameters.items()}
+    dtypes = {part.name: MLX_DTYPES[part.dtype] for part in module.parts}
     for name in packed:
         if name not in wanted:
             raise FormatError(f"module {module.path!r} part {name!r}: the model has no such part")
@@ -276,6 +280,14 @@ def _check_parts(module: ExpertModule, stock: nn.Module) -> None:
             raise FormatError(
                 f"module {module.path!r} part {name!r}: shape {packed[name]}, the model wants "
                 f"{wanted[name]}"
+            )
+        if dtypes[name] != parameters[name].dtype and not (
+            mx.issubdtype(dtypes[name], mx.floating)
+            and mx.issubdtype(parameters[name].dtype, mx.floating)
+        ):
+            raise FormatError(
+                f"module {module.path!r} part {name!r}: {dtypes[name]}, the model wants "
+                f"{parameters[name].dtype}"
             )
 
 

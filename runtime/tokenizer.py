@@ -26,6 +26,12 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     """
     if not has_tokenizer(path):
         raise SourceError(f"{path}: no usable tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise SourceError(
+            f"{path}: the path is not valid UTF-8, as the tokenizers library needs it; rename it"
+        ) from error
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         if get_tokenizer_config(path).get("tokenizer_class") in GENERIC_CLASSES:

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: tiny checkpoints, and packs made of them, once a session."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a network
 
 import tiny_models
 
+from moepack.formats.codec import encode
+from moepack.formats.digests import digest_bytes
+from moepack.formats.manifest import CopiedFile
+from moepack.formats.pack import MANIFEST_NAME, Pack
 from moepack.packer.checkpoint import ConvertOptions
 from moepack.packer.convert import convert, plan_convert
 from moepack.packer.source import open_source
@@ -18,6 +23,16 @@ def make_pack(source: Path, destination: Path, options: ConvertOptions | None = 
     """Convert and return the destination."""
     convert(plan_convert(open_source(str(source)), options or ConvertOptions()), destination)
     return destination
+
+
+def forge_file(pack: Path, name: str, content: str) -> None:
+    """Replace a copied file of a pack and what its manifest says of it, as a stranger could."""
+    data = content.encode()
+    manifest = Pack.open(pack).manifest
+    forged = CopiedFile(name, len(data), digest_bytes(data))
+    files = tuple(forged if file.name == name else file for file in manifest.files)
+    (pack / name).write_bytes(data)
+    (pack / MANIFEST_NAME).write_bytes(encode(replace(manifest, files=files)))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from moepack.formats.sizes import format_size
 from moepack.runtime.loading import Engine
 from moepack.tools.reporting import peak_memory
 
+Processor = Callable[[mx.array, mx.array], mx.array]
+
 __all__ = ["Answer", "Sampling", "answer", "prompt_tokens", "statistics", "statistics_line"]
 
 
@@ -32,22 +34,34 @@ class Sampling:
     max_kv_size: int | None = None
     kv_bits: int | None = None
 
-    def generate_options(self, vocabulary: int) -> dict[str, Any]:
-        """Keyword arguments for mlx-lm's stream_generate, for logits of `vocabulary` tokens."""
+    def generate_options(self, vocabulary: int, cached: list[int] | None = None) -> dict[str, Any]:
+        """Keyword arguments for mlx-lm's stream_generate, for logits of `vocabulary` tokens.
+
+        `cached` are tokens of the prompt that are in its cache already: they count as said.
+        """
         # The best of at least all tokens are all tokens; mlx-lm refuses to be told so.
         top_k = self.top_k if self.top_k < vocabulary else 0
+        processors = make_logits_processors(repetition_penalty=self.repetition_penalty)
         options: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "sampler": make_sampler(
                 temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=top_k
             ),
-            "logits_processors": make_logits_processors(repetition_penalty=self.repetition_penalty),
+            "logits_processors": [_after(cached, p) for p in processors],
             "prefill_step_size": self.prefill_step_size,
             "max_kv_size": self.max_kv_size,
         }
         if self.kv_bits is not None:
             options |= {"kv_bits": self.kv_bits, "quantized_kv_start": 0}
         return options
+
+
+def _after(cached: list[int] | None, processor: Processor) -> Processor:
+    """A logits processor to which `cached` come before the tokens it is given."""
+    if not cached:
+        return processor
+    before = mx.array(cached)
+    return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,8 @@ def prompt_tokens(
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_template)
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [tokenizer.bos_token_id]
+    if not tokens and text:
+        raise SourceError("the model's tokenizer has no tokens for this prompt")
     if not tokens:
         raise SourceError("the prompt is empty and the model has no token that begins a text")
     return tokens
@@ -98,16 +114,21 @@ def answer(
     tokens: list[int],
     sampling: Sampling,
     show: Callable[[str], object],
+    *,
+    n_cached: int = 0,
     **options: Any,
 ) -> Answer:
-    """Generate; `show` gets each piece of text as it comes. `options` go to stream_generate."""
+    """Generate; `show` gets each piece of text as it comes. `options` go to stream_generate.
+
+    The prompt cache among them, if any, holds the first `n_cached` of `tokens`.
+    """
     pieces: list[str] = []
     last = None
     for last in stream_generate(
         engine.model,
         tokenizer,
-        mx.array(tokens),
-        **sampling.generate_options(engine.vocabulary),
+        mx.array(tokens[n_cached:]),
+        **sampling.generate_options(engine.vocabulary, tokens[:n_cached]),
         **options,
     ):
         if last.text:

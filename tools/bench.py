@@ -68,7 +68,12 @@ def command(
 
         from moepack.packer.source import find_folder
 
-        models["mlx-lm"], _ = mlx_lm.utils.load_model(find_folder(source)[0])
+        folder = find_folder(source)[0]
+        for shard in opened.manifest.source.shards:
+            path = folder / shard.name
+            if not path.is_file() or path.stat().st_size != shard.nbytes:
+                raise click.UsageError(f"--source: {path} is not the pack's source")
+        models["mlx-lm"], _ = mlx_lm.utils.load_model(folder)
     for layer in engines["all-hits"].layers:
         layer.preload(range(layer.n_experts))
     rng = np.random.default_rng(seed)

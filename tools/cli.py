@@ -45,6 +45,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 usage, 130 interrupted."""
     context = None
+    if sys.stdout is None:
+        return 1  # closed by whoever started us: no answer could be given
     try:
         args = list(sys.argv[1:] if arguments is None else arguments)
         context = cli.make_context("moepack", args)

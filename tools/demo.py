@@ -37,6 +37,10 @@ def command(prompt: str, max_tokens: int, pack: Path | None) -> int:
     The model was trained on the King James Bible for this demo; it continues a text. It runs with
     a quarter of its experts in memory.
     """
+    import moepack.packer.convert
+    import moepack.runtime.loading  # noqa: F401
+
+    interrupts_unwind()
     if pack is not None:
         return run_demo(pack, prompt, max_tokens)
     with tempfile.TemporaryDirectory(prefix="moepack-demo-") as folder:
@@ -57,7 +61,6 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     from moepack.tools import answering
     from moepack.tools.verify import compare_bytes, verify_logits
 
-    interrupts_unwind()
     check_destination(destination, overwrite=False, can_overwrite=False)
     started = time.perf_counter()
     plan = plan_convert(open_source(str(DEMO_MODEL)), ConvertOptions())

@@ -119,7 +119,7 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]
         """The object as a dict. Fails as click wants it."""
         try:
             parsed = value if isinstance(value, dict) else json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.fail(f"not JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
             self.fail("a JSON object was expected", param, ctx)

@@ -6,11 +6,10 @@ the part that both begin with, where the model's cache can be cut back to it.
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     can_trim_prompt_cache,
     load_prompt_cache,
@@ -44,20 +43,30 @@ def open_prompt_cache(
     engine: Engine,
     tokens: list[int],
     sampling: Sampling,
-    adapter_path: Path | None = None,
-) -> tuple[list[Any], int, str]:
-    """(cache, how many of `tokens` it holds, a note): read from `path`, or made and saved there.
+    adapter_path: Path | None,
+    notify: Callable[[str], object],
+) -> tuple[dict[str, Any], int]:
+    """(options for stream_generate, how many of `tokens` the cache that they hold has already).
 
-    At least one token is left to run. A save that fails leaves no file and is told of in the
-    note. Raises SourceError for a file of another pack, adapter or kind of cache.
+    Where there is no file, the options make generation save one when the prompt has been read: so
+    the answer is the one without a file. At least one token is left to run. `notify` is told what
+    was saved or reused, and of a save that failed, which leaves no file. Raises SourceError for a
+    file of another pack, adapter or kind of cache.
     """
     binding = _binding(engine, sampling, adapter_path)
     if not path.exists():
-        cache = _process(engine, tokens[:-1], sampling)
-        return cache, len(tokens) - 1, _save(path, cache, tokens[:-1], binding)
+        cache = make_prompt_cache(engine.model, sampling.max_kv_size)
+
+        def save_when_read(n_done: int, n_tokens: int) -> None:
+            if 0 < n_done == n_tokens - 1:
+                notify(_save(path, cache, tokens[:n_done], binding))
+
+        return {"prompt_cache": cache, "prompt_progress_callback": save_when_read}, 0
     try:
         cache, metadata = load_prompt_cache(str(path), return_metadata=True)
-        saved: list[int] = json.loads(metadata["tokens"])
+        saved = json.loads(metadata["tokens"])
+        if not isinstance(saved, list) or not all(isinstance(token, int) for token in saved):
+            raise ValueError("its tokens are no numbers")
         found = {key: metadata[key] for key in binding}
     except Exception as error:  # mlx-lm trusts the file: any of its classes may fail on it
         raise SourceError(f"{path}: not a prompt cache of moepack ({error})") from error
@@ -69,12 +78,14 @@ def open_prompt_cache(
             )
     n_shared = min(common_prefix_len(saved, tokens), len(tokens) - 1)
     if n_shared == len(saved):
-        return cache, n_shared, f"reused {n_shared} tokens from {path}"
-    if not can_trim_prompt_cache(cache):
-        cache = make_prompt_cache(engine.model, sampling.max_kv_size)
-        return cache, 0, f"{path} does not begin this prompt and cannot be cut; not used"
-    trim_prompt_cache(cache, len(saved) - n_shared)
-    return cache, n_shared, f"reused {n_shared} of {len(saved)} tokens from {path}"
+        notify(f"reused {n_shared} tokens from {path}")
+    elif can_trim_prompt_cache(cache):
+        trim_prompt_cache(cache, len(saved) - n_shared)
+        notify(f"reused {n_shared} of {len(saved)} tokens from {path}")
+    else:
+        notify(f"{path} does not begin this prompt and cannot be cut; not used")
+        return {}, 0
+    return {"prompt_cache": cache}, n_shared
 
 
 def _binding(engine: Engine, sampling: Sampling, adapter_path: Path | None) -> dict[str, str]:
@@ -104,14 +115,3 @@ def _save(path: Path, cache: list[Any], tokens: list[int], binding: dict[str, st
     finally:
         unfinished.unlink(missing_ok=True)
     return f"saved {len(tokens)} tokens to {path}"
-
-
-def _process(engine: Engine, tokens: list[int], sampling: Sampling) -> list[Any]:
-    """The model's cache after `tokens`."""
-    cache: list[Any] = make_prompt_cache(engine.model, sampling.max_kv_size)
-    if tokens:
-        options = sampling.generate_options(engine.vocabulary)
-        options |= {"max_tokens": 0, "prompt_cache": cache}
-        for _ in generate_step(mx.array(tokens), engine.model, **options):
-            pass
-    return cache

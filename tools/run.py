@@ -54,7 +54,7 @@ __all__ = ["command"]
     show_default=True,
     help="Prompt tokens per call.",
 )
-@click.option("--max-kv-size", type=click.IntRange(1), help="Keep at most so many past tokens.")
+@click.option("--max-kv-size", type=click.IntRange(5), help="Keep at most so many past tokens.")
 @click.option("--kv-bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize KV.")
 @click.option(
     "--prompt-cache-file",
@@ -196,19 +196,19 @@ def _ask(
         tokenizer, messages, use_template=use_template, template_args=template_args
     )
     options: dict[str, Any] = {}
+    n_cached = 0
     if cache_file is not None:
-        cache, n_cached, what = open_prompt_cache(
-            cache_file, engine, tokens, sampling, adapter_path
+        options, n_cached = open_prompt_cache(
+            cache_file, engine, tokens, sampling, adapter_path, note
         )
-        note(what)
-        options["prompt_cache"] = cache
-        tokens = tokens[n_cached:]
 
     def show(text: str) -> None:
         if not as_json:
             click.echo(text, nl=False)  # and flushes
 
-    result = answering.answer(engine, tokenizer, tokens, sampling, show, **options)
+    result = answering.answer(
+        engine, tokenizer, tokens, sampling, show, n_cached=n_cached, **options
+    )
     figures = answering.statistics(engine, result, load_s)
     if as_json:
         click.echo(answering.as_json(figures))

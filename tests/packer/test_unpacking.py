@@ -5,7 +5,9 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import tiny_models
 from conftest import make_pack
 from tiny_models import per_expert, random_tokens, read_weights, resave, run_prompt
 
+from moepack.formats.codec import encode
 from moepack.formats.digests import check_digests
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.pack import Pack
@@ -346,6 +349,21 @@ def test_interrupt_leaves_nothing(q4_pack: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         unpack(Pack.open(q4_pack), tmp_path / "unpacked", interrupt)
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("header", [{"nosuch": {"data_offsets": [0, 4]}}, "["])
+def test_forged_header_of_a_shard_is_refused(q4_pack: Path, tmp_path: Path, header: object) -> None:
+    """It names a tensor that the pack does not have, or is no header at all."""
+    folder = Path(shutil.copytree(q4_pack, tmp_path / "forged.moepack"))
+    text = json.dumps(header).encode() if isinstance(header, dict) else b"[" * 100_000
+    manifest = Pack.open(folder).manifest
+    shard, *rest = manifest.source.shards
+    forged = replace(shard, header=struct.pack("<Q", len(text)) + text, nbytes=10**6)
+    source = replace(manifest.source, shards=(forged, *rest))
+    (folder / "manifest.msgpack").write_bytes(encode(replace(manifest, source=source)))
+    with pytest.raises(FormatError, match=r"no tensor 'nosuch'|is damaged"):
+        unpack(Pack.open(folder), tmp_path / "unpacked")
+    assert names_in(tmp_path) == ["forged.moepack"]
 
 
 def test_unfinished_convert_in_the_way_is_not_touched(q4_pack: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import mlx_lm
 import mlx_lm.utils
 import pytest
 import tiny_models
-from conftest import make_pack
+from conftest import forge_file, make_pack
 from tiny_models import greedy_text, random_tokens, run_prompt
 
 import moepack.runtime.loading
@@ -151,6 +151,19 @@ def test_part_of_a_wrong_shape_is_named(pack: Path, expert_cache: str) -> None:
         load_engine(pack, expert_cache=expert_cache)
 
 
+@pytest.mark.parametrize(("of", "dtype"), [("weight", "F32"), ("scales", "U32")])
+def test_part_of_a_wrong_type_is_named(pack: Path, of: str, dtype: str) -> None:
+    """As many bytes: integers in place of floats, or the other way around."""
+
+    def change(module: ExpertModule) -> ExpertModule:
+        parts = [replace(p, dtype=dtype) if p.name == f"up_proj.{of}" else p for p in module.parts]
+        return replace(module, parts=tuple(parts))
+
+    forge_module(pack, change)
+    with pytest.raises(FormatError, match=rf"up_proj\.{of}.*the model wants"):
+        load_engine(pack)
+
+
 def test_part_that_the_model_does_not_have_is_named(pack: Path) -> None:
     """One more than the projection has."""
 
@@ -184,7 +197,7 @@ def test_another_number_of_experts_than_the_model_has_is_refused(
 def test_config_that_mlx_lm_cannot_build_is_refused(pack: Path) -> None:
     """Edited by hand."""
     text = (pack / "config.json").read_text()
-    (pack / "config.json").write_text(text.replace('"qwen3_moe"', '"nosuchmodel"'))
+    forge_file(pack, "config.json", text.replace('"qwen3_moe"', '"nosuchmodel"'))
     with pytest.raises(FormatError, match="mlx-lm cannot build the model"):
         load_engine(pack)
 
@@ -194,7 +207,7 @@ def test_code_that_a_pack_names_never_runs(pack: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     (pack / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
     text = (pack / "config.json").read_text()
-    (pack / "config.json").write_text(text.replace("{", '{"model_file": "evil.py",', 1))
+    forge_file(pack, "config.json", text.replace("{", '{"model_file": "evil.py",', 1))
     with pytest.raises(FormatError, match=r"evil\.py"):
         load_engine(pack)
     assert not marker.exists()

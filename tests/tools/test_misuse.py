@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 import tiny_models
+from conftest import forge_file
+from safetensors import safe_open
 
 from moepack.formats.errors import SourceError
 from moepack.tools.cli import main
@@ -184,7 +188,7 @@ def test_verify_names_what_a_source_of_another_shape_has_otherwise(
 def test_a_broken_config_in_a_pack_is_named(
     q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pack = changed_pack(q4_pack, tmp_path, lambda p: (p / "config.json").write_text("{"))
+    pack = changed_pack(q4_pack, tmp_path, lambda p: forge_file(p, "config.json", "{"))
     line = fails(1, "run", pack, "-p", PROMPT, capsys=capsys)
     assert f"{pack / 'config.json'}: not a model's config" in line
 
@@ -195,7 +199,7 @@ def test_a_config_that_asks_for_more_experts_than_there_are_is_named(
 ) -> None:
     def edit(pack: Path) -> None:
         config = json.loads((pack / "config.json").read_text())
-        (pack / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": number}))
+        forge_file(pack, "config.json", json.dumps({**config, "num_experts_per_tok": number}))
 
     pack = changed_pack(q4_pack, tmp_path, edit)
     assert "is its config.json right?" in fails(1, "run", pack, "-p", PROMPT, capsys=capsys)
@@ -209,15 +213,16 @@ def test_a_config_of_a_billion_layers_is_refused_at_once(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def edit(folder: Path) -> None:
+    def edit(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text())
         layers = {"num_hidden_layers": 10**9}
         config |= layers if place == "top" else {"text_config": layers}
-        (folder / "config.json").write_text(json.dumps(config))
+        return json.dumps(config)
 
-    source, pack = tmp_path / "source", changed_pack(q4_pack, tmp_path, edit)
+    source = tmp_path / "source"
     shutil.copytree(q4_source, source)
-    edit(source)
+    (source / "config.json").write_text(edit(source))
+    pack = changed_pack(q4_pack, tmp_path, lambda p: forge_file(p, "config.json", edit(p)))
     for arguments in (("convert", source, tmp_path / "p"), ("run", pack, "-p", PROMPT)):
         line = fails(1, *arguments, capsys=capsys)
         assert "num_hidden_layers is 1,000,000,000, more than 10,000" in line
@@ -262,7 +267,7 @@ def test_commands_without_overwrite_do_not_speak_of_it(
     shutil.copytree(q4_pack, there)
     arguments = (q4_pack, there) if command == "unpack" else ("--pack", there)
     line = fails(1, command, *arguments, capsys=capsys)
-    assert line.endswith("there: exists; remove it or name another")
+    assert line.endswith("there: exists; name another")
 
 
 def test_nothing_is_written_inside_a_pack(
@@ -387,3 +392,93 @@ def test_an_interrupt_while_libraries_load_is_never_lost(q4_pack: Path) -> None:
         assert process.returncode == 130, err
         assert err.strip().splitlines()[-1] == "moepack: interrupted"
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("n_past", ["24", "64"])
+def test_saving_a_prompt_cache_does_not_change_the_answer_of_a_sliding_cache(
+    n_past: str, q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tiny_models.text_of(tiny_models.random_tokens(100))
+    arguments = ["run", str(q4_pack), "-p", prompt, "-m", "14", "--max-kv-size", n_past]
+    assert main(arguments) == 0
+    wanted = capsys.readouterr().out
+    for _ in range(2):
+        assert main([*arguments, "--prompt-cache-file", str(tmp_path / "c.safetensors")]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == wanted
+    assert "reused 99 tokens" in captured.err
+
+
+def test_a_reused_prompt_counts_for_the_repetition_penalty(
+    q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["run", str(q4_pack), "-p", PROMPT * 4, "-m", "14", "--repetition-penalty", "3"]
+    assert main(arguments) == 0
+    wanted = capsys.readouterr().out
+    for _ in range(2):
+        assert main([*arguments, "--prompt-cache-file", str(tmp_path / "c.safetensors")]) == 0
+        assert capsys.readouterr().out == wanted
+
+
+@pytest.mark.parametrize("tokens", ["99999999", '"x"', "{}", "[[1]]"])
+def test_a_prompt_cache_with_tokens_that_are_none_is_refused(
+    tokens: str, q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.safetensors"
+    arguments = ("run", q4_pack, "-p", PROMPT, "-m", "2", "--prompt-cache-file", file)
+    assert main([str(a) for a in arguments]) == 0
+    with safe_open(file, framework="numpy") as cache:
+        metadata = cache.metadata()
+    key = next(k for k, v in metadata.items() if v.startswith("["))
+    arrays = mx.load(str(file))
+    assert isinstance(arrays, dict)
+    mx.save_safetensors(str(file), arrays, {**metadata, key: tokens})
+    assert "its tokens are no numbers" in fails(1, *arguments, capsys=capsys)
+
+
+def test_a_prompt_without_tokens_is_not_called_empty(
+    q4_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "has no tokens for this prompt" in fails(1, "run", q4_pack, "-p", "abc", capsys=capsys)
+
+
+def test_an_old_pack_of_a_killed_overwrite_is_spoken_of(
+    q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(q4_pack, tmp_path / ".p.moepack.old")
+    line = fails(1, "run", tmp_path / "p.moepack", "-p", PROMPT, capsys=capsys)
+    assert str(tmp_path / ".p.moepack.old") in line
+
+
+def test_bench_refuses_another_source(
+    q4_pack: Path, float_source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fails(2, "bench", q4_pack, "--source", float_source, capsys=capsys)
+    assert "is not the pack's source" in line
+
+
+def test_closed_stdout_is_a_failure(q4_pack: Path) -> None:
+    command = f"exec {sys.executable} -m moepack.tools run {q4_pack} -p {PROMPT} -m 2 >&-"
+    assert subprocess.run(["bash", "-c", command], stderr=subprocess.DEVNULL).returncode == 1
+
+
+def test_nested_json_beyond_reason_is_a_usage_error(
+    q4_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--chat-template-args", "[" * 100_000)
+    assert "not JSON" in fails(2, "run", q4_pack, "-p", PROMPT, *arguments, capsys=capsys)
+
+
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for delay_s in (0.3, 0.9, 1.5):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moepack.tools", "demo"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        assert not list(tmp_path.glob("moepack*"))  # MLX makes a folder of its own there
