@@ -4,6 +4,7 @@ Stock mlx-lm fails there. The experts that a call picks are computed in float32 
 rounded to the type that went in. On Metal the stock path stays.
 """
 
+import os
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
-__all__ = ["compute_in_float32", "needs_float32"]
+__all__ = ["compute_in_float32", "needs_float32", "widening_nbytes"]
 
 HALF_TYPES = (mx.bfloat16, mx.float16)
 # Experts widened at a time: bounds the float32 copies of a long prompt's experts.
@@ -33,6 +34,14 @@ def compute_in_float32(module: nn.Module) -> None:
         for name, child in parent.items():
             if isinstance(child, nn.Module) and _is_half(child):
                 parent[name] = WideningSwitchLinear(child)
+
+
+def widening_nbytes(module: nn.Module) -> int:
+    """The most float32 copies of experts that a call of the module holds at once."""
+    if not needs_float32(module):
+        return 0
+    largest: int = max(m.weight[0].size for m in module.modules() if _is_half(m))
+    return 4 * EXPERTS_AT_ONCE * largest * (os.cpu_count() or 1)
 
 
 def _is_half(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from moepack.formats.validate import validate_config
 from moepack.runtime.adapters import apply_adapters
 from moepack.runtime.banks import MLX_DTYPES, Banks
 from moepack.runtime.counters import Counters, add
-from moepack.runtime.half import compute_in_float32, needs_float32
+from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
 from moepack.runtime.machine import available_memory, resident_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ShapeProbe, measure_shape
@@ -35,10 +35,10 @@ from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
 from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.tokenizer import load_tokenizer
 
-__all__ = ["Engine", "load", "load_engine", "load_model"]
+__all__ = ["DEFAULT_CONTEXT", "Engine", "load", "load_engine", "load_model", "read_config"]
 
-DEFAULT_CONTEXT = 4096
-DEFAULT_PREFILL_STEP = 2048
+DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that memory is planned for, unless said
+MLX_LM_PREFILL_STEP = 2048  # of whoever calls mlx-lm's functions without saying
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,13 @@ def load(
     (no pack, no tokenizer, no usable adapter), FormatError (a damaged pack), BudgetError (naming
     the smallest value that works).
     """
-    engine = load_engine(pack, memory=memory, expert_cache=expert_cache, adapter_path=adapter_path)
+    engine = load_engine(
+        pack,
+        memory=memory,
+        expert_cache=expert_cache,
+        adapter_path=adapter_path,
+        prefill_step=MLX_LM_PREFILL_STEP,
+    )
     return engine.model, engine.tokenizer()
 
 
@@ -99,7 +105,13 @@ def load_model(
     adapter_path: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """As `load`, but `(model, config)` and no tokenizer needed: as `mlx_lm.utils.load_model`."""
-    engine = load_engine(pack, memory=memory, expert_cache=expert_cache, adapter_path=adapter_path)
+    engine = load_engine(
+        pack,
+        memory=memory,
+        expert_cache=expert_cache,
+        adapter_path=adapter_path,
+        prefill_step=MLX_LM_PREFILL_STEP,
+    )
     return engine.model, engine.config
 
 
@@ -110,7 +122,7 @@ def load_engine(
     expert_cache: str | int | None = None,
     adapter_path: str | os.PathLike[str] | None = None,
     context: int = DEFAULT_CONTEXT,
-    prefill_step: int = DEFAULT_PREFILL_STEP,
+    prefill_step: int | None = None,
     keep_streaming: bool = False,
     spread: bool = True,
     max_kv_size: int | None = None,
@@ -118,8 +130,9 @@ def load_engine(
 ) -> Engine:
     """Load a pack and keep what the command reports. Options and errors as `load`.
 
-    `context`, `prefill_step`, `max_kv_size` and `kv_bits`, as mlx-lm's generation has them, are
-    what memory is planned for.
+    Memory is planned for `context` tokens of prompt and answer, and for `prefill_step`,
+    `max_kv_size` and `kv_bits` as mlx-lm's generation has them. Without `prefill_step` the plan
+    chooses one, which generation is to be given.
 
     `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
     keeps to one CPU stream: for measuring.
@@ -157,12 +170,17 @@ def load_engine(
         raise FormatError(
             f"{opened.path}: the model cannot be called; {cause}? ({reason})"
         ) from error
+    widened = [widening_nbytes(stock[module.path]) for module in manifest.modules]
     needs = Needs(
         shared=shared.adopted_nbytes + shared.copied_nbytes,
         kv=shape.kv_nbytes,
-        prefill=_prefill_nbytes(shape.dim, max(shape.top_k), prefill_step),
-        base=max(0, resident_memory() - shared.copied_nbytes - shared.adopted_nbytes),
+        base=max(0, resident_memory() - shared.copied_nbytes - shared.adopted_nbytes)
+        + max(widened),
         top_k=shape.top_k,
+        context=context,
+        token=shape.token_nbytes,
+        score=shape.score_nbytes,
+        keeps_buffers=mx.default_device().type == mx.DeviceType.gpu,
     )
     plan = plan_memory(
         manifest.modules,
@@ -170,6 +188,7 @@ def load_engine(
         available=available_memory(),
         memory=memory_nbytes,
         expert_cache=cache,
+        prefill_step=prefill_step,
     )
     mx.set_cache_limit(plan.mlx_cache)
 
@@ -205,6 +224,19 @@ def load_engine(
     return Engine(opened, model, config, plan, tuple(layers), shared, is_widened, shape.vocabulary)
 
 
+def read_config(pack: Pack) -> dict[str, Any]:
+    """The pack's config as mlx-lm reads it. Raises FormatError."""
+    path = pack.path / "config.json"
+    try:
+        config: dict[str, Any] = mlx_lm.utils.load_config(pack.path)
+        validate_config(str(path), config)
+    except FormatError:
+        raise
+    except (ValueError, AttributeError, TypeError) as error:
+        raise FormatError(f"{path}: not a model's config ({error})") from error
+    return config
+
+
 def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
     """(model with lazy, meaningless weights and the manifest's quantization, config)."""
 
@@ -222,13 +254,7 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
 
         return EmptyModel, StatedArguments
 
-    try:
-        stated = mlx_lm.utils.load_config(pack.path)
-        validate_config(str(pack.path / "config.json"), stated)
-    except FormatError:
-        raise
-    except (ValueError, AttributeError, TypeError) as error:
-        raise FormatError(f"{pack.path / 'config.json'}: not a model's config ({error})") from error
+    stated = read_config(pack)
     try:
         model, config = mlx_lm.utils.load_model(
             pack.path,
@@ -308,11 +334,6 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
         parent[int(last)] = module
     else:
         parent[last] = module
-
-
-def _prefill_nbytes(dim: int, top_k: int, step: int) -> int:
-    """Workspace of a prefill chunk: a layer's expert inputs and outputs, in float32, twice."""
-    return 4 * dim * top_k * step * 2
 
 
 def _size(value: str | int, name: str) -> int:

@@ -9,28 +9,54 @@ from moepack.formats.sizes import format_size
 
 __all__ = ["MemoryPlan", "Needs", "plan_memory"]
 
-# Buffers that MLX keeps for reuse; below this, decoding allocates anew at every step.
+# Buffers that MLX keeps for reuse on Metal, where an allocation is slow. On the CPU backend keeping
+# none costs nothing (tools/EXPERIMENTS.md).
 MLX_CACHE_NBYTES = 64 * 10**6
+# Code of libraries that is first read when a model runs, and what allocators hold back.
+RUN_NBYTES = 24 * 10**6
 # What allocators and the interpreter take above what is counted.
 SLACK = 1.02
 # A process starts with more or less resident memory than the one that named a smallest value.
-START_VARIATION = 32 * 10**6
+START_VARIATION = 4 * 10**6
+# Tokens of a prompt a call: the more, the fewer times experts are read, and the more memory.
+PREFILL_STEPS = (8192, 4096, 2048, 1024, 512, 256, 128, 64)
+RESIDENT_PREFILL_STEP = 2048  # mlx-lm's default; more is no faster where nothing is read
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Sizes in bytes that do not depend on the slots. `top_k` is by module, in model order."""
+    """Sizes in bytes that do not depend on the slots. `top_k` is by module, in model order.
+
+    `context` tokens of prompt and answer need `kv`. A prompt's chunk takes `token` bytes a token,
+    and `score` a token and token of the context. `keeps_buffers`: MLX's buffer cache is of use.
+    """
 
     shared: int
     kv: int
-    prefill: int
     base: int
     top_k: tuple[int, ...]
+    context: int
+    token: int
+    score: int
+    keeps_buffers: bool
+
+    def prefill(self, step: int) -> int:
+        """Workspace of a prompt's chunk of `step` tokens."""
+        return step * (self.token + self.score * self.context)
+
+    @property
+    def fixed(self) -> int:
+        """What is needed whatever the slots and the chunk."""
+        kept = MLX_CACHE_NBYTES if self.keeps_buffers else 0
+        return self.shared + self.kv + self.base + RUN_NBYTES + kept
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The bytes of each use, their total, and the slots of each module, in model order."""
+    """The bytes of each use, their total, and the slots of each module, in model order.
+
+    `prefill_step`: the tokens of a prompt to give the model in a call.
+    """
 
     shared: int
     slots: int
@@ -40,6 +66,7 @@ class MemoryPlan:
     base: int
     slots_per_layer: tuple[int, ...]
     is_resident: bool
+    prefill_step: int
 
     @property
     def total(self) -> int:
@@ -60,31 +87,41 @@ def plan_memory(
     available: int,
     memory: int | None,
     expert_cache: int | str | None,
+    prefill_step: int | None = None,
 ) -> MemoryPlan:
     """Slots for each module within the bounds given, all of equal number where they fit.
 
     `memory` bounds everything (None: `available`); `expert_cache` bounds the slots: bytes, "all",
     "floor" (top-k slots a layer), or None for what `memory` leaves. A stated expert cache is not
-    bounded by `available`.
+    bounded by `available`. Without a stated `prefill_step`, a prompt's chunk takes up to a quarter
+    of what is left above the fewest slots.
     Raises BudgetError, naming the smallest value that works, when top-k slots a layer do not fit.
     """
-    fixed = needs.shared + needs.kv + needs.prefill + MLX_CACHE_NBYTES + needs.base
     floor = [min(k, m.n_experts) for k, m in zip(needs.top_k, modules, strict=True)]
     floor_nbytes = sum(n * m.record_nbytes for n, m in zip(floor, modules, strict=True))
     whole = sum(m.n_experts * m.record_nbytes for m in modules)
 
+    bound = available if memory is None else memory
+    room = int(bound / SLACK) - needs.fixed
+    step = prefill_step
+    if step is None:
+        stated = {"all": whole, "floor": floor_nbytes}.get(str(expert_cache), expert_cache)
+        least, most = (floor_nbytes, whole) if stated is None else (int(stated), int(stated))
+        step = _choose_step(needs, room, min(least, whole), min(most, whole))
+    step = min(step, needs.context)
     bounds = []
     if memory is not None or expert_cache is None:
-        bound = available if memory is None else memory
-        room = int(bound / SLACK) - fixed
-        if room < floor_nbytes:
-            least = ceil_size(int((fixed + floor_nbytes) * SLACK) + START_VARIATION)
+        left = room - needs.prefill(step)
+        if left < floor_nbytes:
+            smallest = min(step, PREFILL_STEPS[-1]) if prefill_step is None else step
+            total = needs.fixed + needs.prefill(smallest) + floor_nbytes
             what = "the memory free here" if memory is None else "--memory"
             raise BudgetError(
-                f"{what} is {format_size(bound)}, too little for this model; "
-                f"the smallest that works is --memory {least}"
+                f"{what} is {format_size(bound)}, too little for this model and "
+                f"{needs.context:,} tokens; the smallest that works is "
+                f"--memory {ceil_size(int(total * SLACK) + START_VARIATION)}"
             )
-        bounds.append(room)
+        bounds.append(left)
     if expert_cache == "all":
         if bounds and bounds[0] < whole:
             raise BudgetError(
@@ -107,12 +144,23 @@ def plan_memory(
         shared=needs.shared,
         slots=sum(n * m.record_nbytes for n, m in zip(slots, modules, strict=True)),
         kv=needs.kv,
-        prefill=needs.prefill,
-        mlx_cache=MLX_CACHE_NBYTES,
-        base=needs.base,
+        prefill=needs.prefill(step),
+        mlx_cache=MLX_CACHE_NBYTES if needs.keeps_buffers else 0,
+        base=needs.base + RUN_NBYTES,
         slots_per_layer=tuple(slots),
         is_resident=all(n == m.n_experts for n, m in zip(slots, modules, strict=True)),
+        prefill_step=step,
     )
+
+
+def _choose_step(needs: Needs, room: int, least: int, most: int) -> int:
+    """Tokens of a prompt a call, for `room` above what is fixed and slots of `least` to `most`."""
+    if room - most >= needs.prefill(min(RESIDENT_PREFILL_STEP, needs.context)):
+        return RESIDENT_PREFILL_STEP
+    for step in PREFILL_STEPS:
+        if needs.prefill(min(step, needs.context)) <= (room - least) // 4:
+            return step
+    return PREFILL_STEPS[-1]
 
 
 def _spread(modules: Sequence[ExpertModule], floor: Sequence[int], nbytes: int) -> list[int]:

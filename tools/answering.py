@@ -30,7 +30,6 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float | None = None
-    prefill_step_size: int = 2048
     max_kv_size: int | None = None
     kv_bits: int | None = None
 
@@ -48,7 +47,6 @@ class Sampling:
                 temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=top_k
             ),
             "logits_processors": [_after(cached, p) for p in processors],
-            "prefill_step_size": self.prefill_step_size,
             "max_kv_size": self.max_kv_size,
         }
         if self.kv_bits is not None:
@@ -128,6 +126,7 @@ def answer(
         engine.model,
         tokenizer,
         mx.array(tokens[n_cached:]),
+        prefill_step_size=engine.plan.prefill_step,
         **sampling.generate_options(engine.vocabulary, tokens[:n_cached]),
         **options,
     ):

@@ -50,9 +50,7 @@ __all__ = ["command"]
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(1),
-    default=2048,
-    show_default=True,
-    help="Prompt tokens per call.",
+    help="Prompt tokens per call.  [default: what --memory leaves room for]",
 )
 @click.option("--max-kv-size", type=click.IntRange(5), help="Keep at most so many past tokens.")
 @click.option("--kv-bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize KV.")
@@ -83,7 +81,7 @@ def command(
     min_p: float,
     repetition_penalty: float | None,
     seed: int | None,
-    prefill_step_size: int,
+    prefill_step_size: int | None,
     max_kv_size: int | None,
     kv_bits: str | None,
     prompt_cache_file: Path | None,
@@ -112,8 +110,9 @@ def command(
 
     import mlx.core as mx
 
-    from moepack.runtime.loading import load_engine
-    from moepack.tools.answering import Sampling
+    from moepack.runtime.loading import DEFAULT_CONTEXT, load_engine, read_config
+    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.tools.answering import Sampling, prompt_tokens
     from moepack.tools.packs import open_pack
     from moepack.tools.prompt_cache import check_prompt_cache_path
 
@@ -129,61 +128,68 @@ def command(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        prefill_step_size=prefill_step_size,
         max_kv_size=max_kv_size,
         kv_bits=int(kv_bits) if kv_bits else None,
     )
     started = time.perf_counter()
+    opened = open_pack(pack)
+    tokenizer = load_tokenizer(opened.path, read_config(opened))
+    use_template = tokenizer.has_chat_template and not ignore_chat_template
+    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+
+    def tokens_of(messages: list[dict[str, str]]) -> list[int]:
+        return prompt_tokens(
+            tokenizer, messages, use_template=use_template, template_args=chat_template_args
+        )
+
+    context = DEFAULT_CONTEXT
+    if prompt is not None:
+        tokens = tokens_of([*system, {"role": "user", "content": prompt}])
+        n_answer = max_tokens if max_tokens > 0 else DEFAULT_CONTEXT
+        context = len(tokens) + min(n_answer, DEFAULT_CONTEXT)
     engine = load_engine(
-        open_pack(pack),
+        opened,
         memory=memory,
         expert_cache=expert_cache,
         adapter_path=adapter_path,
+        context=context,
         prefill_step=prefill_step_size,
         max_kv_size=max_kv_size,
         kv_bits=sampling.kv_bits,
     )
-    tokenizer = engine.tokenizer()
     load_s = time.perf_counter() - started
     if engine.is_widened:
         note(WIDENED)
-    use_template = tokenizer.has_chat_template and not ignore_chat_template
     if not use_template and not ignore_chat_template:
         note("no chat template in the pack: the raw prompt is sent")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
 
-    def ask(messages: list[dict[str, str]]) -> str:
+    def ask(tokens: list[int]) -> str:
         return _ask(
             engine,
             tokenizer,
-            messages,
+            tokens,
             sampling,
-            use_template=use_template,
-            template_args=chat_template_args,
             cache_file=prompt_cache_file,
             adapter_path=adapter_path,
             load_s=load_s,
             as_json=as_json,
         )
 
-    if not is_chat:
-        assert prompt is not None
-        ask([*system, {"role": "user", "content": prompt}])
+    if prompt is not None:
+        ask(tokens)
         return
     messages = system
     for line in _lines():
         messages = [*messages, {"role": "user", "content": line}]
-        messages = [*messages, {"role": "assistant", "content": ask(messages)}]
+        messages = [*messages, {"role": "assistant", "content": ask(tokens_of(messages))}]
 
 
 def _ask(
     engine: "Engine",
     tokenizer: "TokenizerWrapper",
-    messages: list[dict[str, str]],
+    tokens: list[int],
     sampling: "Sampling",
     *,
-    use_template: bool,
-    template_args: dict[str, Any] | None,
     cache_file: Path | None,
     adapter_path: Path | None,
     load_s: float,
@@ -192,9 +198,6 @@ def _ask(
     from moepack.tools import answering
     from moepack.tools.prompt_cache import open_prompt_cache
 
-    tokens = answering.prompt_tokens(
-        tokenizer, messages, use_template=use_template, template_args=template_args
-    )
     options: dict[str, Any] = {}
     n_cached = 0
     if cache_file is not None:

@@ -306,21 +306,23 @@ def test_smallest_memory_named_works_in_a_process_that_is_a_little_larger(
 def test_memory_and_expert_cache_both_bound_the_slots(q4_pack: Path) -> None:
     """The smaller one counts, whichever it is."""
     per_slot = floor_nbytes(q4_pack) // TOP_K
-    fixed = load_engine(q4_pack, expert_cache="floor").plan
+    fixed = load_engine(q4_pack, expert_cache="floor", prefill_step=64).plan
     enough = int((fixed.total + 6 * per_slot) * 1.03)
-    one = load_engine(q4_pack, memory=enough, expert_cache=5 * per_slot)
+    one = load_engine(q4_pack, memory=enough, expert_cache=5 * per_slot, prefill_step=64)
     assert one.plan.slots_per_layer == (5, 5)
     room_for_7 = int((fixed.total + 3 * per_slot) * 1.02) + 1
-    two = load_engine(q4_pack, memory=room_for_7, expert_cache=12 * per_slot)
+    two = load_engine(q4_pack, memory=room_for_7, expert_cache=12 * per_slot, prefill_step=64)
     assert two.plan.slots_per_layer == (7, 7)
 
 
 @pytest.mark.usefixtures("steady")
 def test_all_experts_within_too_small_a_memory_are_refused(q4_pack: Path) -> None:
     """Not silently fewer."""
-    fixed = load_engine(q4_pack, expert_cache="floor").plan
+    fixed = load_engine(q4_pack, expert_cache="floor", prefill_step=64).plan
     with pytest.raises(BudgetError, match="--expert-cache all needs 295 kB"):
-        load_engine(q4_pack, memory=int(fixed.total * 1.02) + 1, expert_cache="all")
+        load_engine(
+            q4_pack, memory=int(fixed.total * 1.02) + 1, expert_cache="all", prefill_step=64
+        )
 
 
 @pytest.mark.parametrize("option", ["memory", "expert_cache"])

@@ -1,5 +1,6 @@
 """The memory plan as arithmetic, and the limits of the machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from moepack.formats.sizes import parse_size
 from moepack.runtime.machine import available_memory, cgroup_limit, resident_memory
 from moepack.runtime.memory import (
     MLX_CACHE_NBYTES,
+    RUN_NBYTES,
     START_VARIATION,
     Needs,
     ceil_size,
@@ -32,9 +34,17 @@ def module(n_experts: int, record_nbytes: int) -> ExpertModule:
     return ExpertModule("m", "SwitchGLU", "f", n_experts, stride, record_nbytes, (part,), {}, b"")
 
 
-NEEDS = Needs(shared=2 * GB, kv=GB, prefill=GB // 2, base=GB // 4, top_k=(8, 8))
+def needs_of(
+    top_k: tuple[int, ...], *sizes: int, context: int = 4096, token: int = 0, score: int = 0
+) -> Needs:
+    """Needs of which most are nothing; `sizes` are shared, kv and base."""
+    shared, kv, base = sizes or (0, 0, 0)
+    return Needs(shared, kv, base, top_k, context, token, score, keeps_buffers=False)
+
+
+NEEDS = needs_of((8, 8), 2 * GB, GB, GB // 4)
 MODULES = [module(128, 1_000_000), module(128, 1_000_000)]
-FIXED = NEEDS.shared + NEEDS.kv + NEEDS.prefill + NEEDS.base + MLX_CACHE_NBYTES
+FIXED = NEEDS.shared + NEEDS.kv + NEEDS.base + RUN_NBYTES
 
 
 def test_total_is_the_sum_of_all_uses() -> None:
@@ -53,6 +63,59 @@ def test_plan_stays_below_the_memory_given(extra: int) -> None:
     plan = plan_memory(MODULES, NEEDS, available=0, memory=memory, expert_cache=None)
     assert plan.total * 1.02 <= memory
     assert plan.slots_per_layer == ((16_000_000 + extra) // 2_000_000,) * 2
+
+
+def test_metal_has_a_cache_of_buffers_and_the_cpu_none() -> None:
+    """There an allocation is slow."""
+    for keeps, nbytes in ((True, MLX_CACHE_NBYTES), (False, 0)):
+        needs = replace(NEEDS, keeps_buffers=keeps)
+        plan = plan_memory(MODULES, needs, available=64 * GB, memory=None, expert_cache=None)
+        assert plan.mlx_cache == nbytes
+        assert plan.total == FIXED + nbytes + 256_000_000 + plan.prefill
+
+
+@pytest.mark.parametrize(
+    ("left", "step"),
+    [
+        (0, 64),  # the least that works
+        (4 * 256 * 1000, 256),
+        (4 * 256 * 1000 - 4, 128),
+        (4 * 4096 * 1000, 4096),
+        (100 * GB, 8192),
+    ],
+)
+def test_a_chunk_takes_a_quarter_of_what_is_left(left: int, step: int) -> None:
+    """Above the fewest slots; never more tokens than there are."""
+    needs = replace(NEEDS, token=1000, context=20_000)
+    modules = [module(100_000, 1_000_000)] * 2
+    room = FIXED + 16_000_000 + (left or 64 * 1000)
+    memory = int(room * 1.02) + 2
+    plan = plan_memory(modules, needs, available=0, memory=memory, expert_cache=None)
+    assert plan.prefill_step == step
+    assert plan.prefill == plan.prefill_step * 1000
+    assert plan.total * 1.02 <= memory
+    short = replace(needs, context=50)
+    plan = plan_memory(modules, short, available=0, memory=memory, expert_cache=None)
+    assert plan.prefill_step == 50
+
+
+def test_resident_packs_take_mlx_lms_chunk() -> None:
+    """More is no faster where nothing is read."""
+    needs = replace(NEEDS, token=1000, context=20_000)
+    plan = plan_memory(MODULES, needs, available=64 * GB, memory=None, expert_cache=None)
+    assert plan.is_resident
+    assert plan.prefill_step == 2048
+
+
+def test_a_stated_chunk_is_kept_and_counted() -> None:
+    """But for tokens that are not there."""
+    needs = replace(NEEDS, token=1000, score=1, context=5000)
+    for stated, step in ((33, 33), (10**12, 5000)):
+        plan = plan_memory(
+            MODULES, needs, available=64 * GB, memory=None, expert_cache=None, prefill_step=stated
+        )
+        assert plan.prefill_step == step
+        assert plan.prefill == step * (1000 + 5000)
 
 
 def test_auto_takes_what_is_available() -> None:
@@ -92,7 +155,7 @@ def test_all_in_exactly_enough_memory_is_resident() -> None:
 def test_small_layers_are_full_while_large_ones_grow() -> None:
     """Equal numbers where a layer has as many experts."""
     modules = [module(4, 1000), module(64, 1000), module(64, 3000)]
-    needs = Needs(0, 0, 0, 0, top_k=(2, 8, 8))
+    needs = needs_of((2, 8, 8))
     plan = plan_memory(modules, needs, available=0, memory=None, expert_cache=4000 + 10 * 4000)
     assert plan.slots_per_layer == (4, 10, 10)
 
@@ -100,7 +163,7 @@ def test_small_layers_are_full_while_large_ones_grow() -> None:
 def test_floor_is_each_layers_own_top_k() -> None:
     """Never more than it has experts."""
     modules = [module(4, 1000), module(64, 1000)]
-    needs = Needs(0, 0, 0, 0, top_k=(8, 6))
+    needs = needs_of((8, 6))
     plan = plan_memory(modules, needs, available=0, memory=None, expert_cache="floor")
     assert plan.slots_per_layer == (4, 6)
     assert plan.slots == 10_000
@@ -115,8 +178,10 @@ def models(draw: st.DrawFn) -> tuple[list[ExpertModule], Needs]:
     modules = [
         module(draw(st.integers(1, 300)), draw(st.integers(1, 10**7))) for _ in range(n_layers)
     ]
-    sizes = [draw(st.integers(0, 10**11)) for _ in range(4)]
-    return modules, Needs(*sizes, top_k=tuple(draw(st.integers(1, 20)) for _ in modules))
+    top_k = tuple(draw(st.integers(1, 20)) for _ in modules)
+    sizes = [draw(st.integers(0, 10**11)) for _ in range(3)]
+    context, token, score = (draw(st.integers(1, n)) for n in (20_000, 10**6, 10**4))
+    return modules, needs_of(top_k, *sizes, context=context, token=token, score=score)
 
 
 @PROPERTY

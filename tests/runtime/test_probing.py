@@ -22,6 +22,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"config": tiny_models.GPT_OSS, "bits": 4},  # sliding windows of 16 tokens
     "phixtral": {"config": tiny_models.PHIXTRAL},
 }
+INNER = {"qwen3_moe": 64, "gpt_oss": 64, "phixtral": 256}
+N_HEADS = {"qwen3_moe": 4, "gpt_oss": 4, "phixtral": 4}
 TOP_K = {"qwen3_moe": (4, 4), "gpt_oss": (2, 2, 2), "phixtral": (2, 2)}
 
 
@@ -56,7 +58,8 @@ def test_measured_shape_is_a_real_calls(family: tuple[str, Path], context: int) 
     shape = measure_shape(model, probes, context)
     assert shape.top_k == TOP_K[name]
     assert shape.kv_nbytes == expected > 0
-    assert shape.dim == 64
+    assert shape.token_nbytes == TOP_K[name][0] * 3 * (64 + INNER[name]) * 4
+    assert shape.score_nbytes == N_HEADS[name] * 4 * 1.5
 
 
 @pytest.mark.parametrize("context", [8, 300])
