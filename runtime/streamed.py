@@ -24,8 +24,11 @@ from moepack.runtime.spreading import Ids, Spreader
 from moepack.runtime.standing import StandIn
 from moepack.runtime.waves import Wave, plan_waves
 
-__all__ = ["StreamedExperts"]
+__all__ = ["Record", "StreamedExperts"]
 
+# Told of every call: the distinct experts in the order they are looked up, how many (token, expert)
+# pairs each has, the call's tokens, and whether it is of decoding.
+Record = Callable[[Sequence[int], Sequence[int], int, bool], None]
 # Outputs kept for the wait hold memory: a call of more tokens, or one call too many, waits at once.
 MAX_LAZY_TOKENS = 16
 MAX_LAZY_CALLS = 32
@@ -50,6 +53,7 @@ class StreamedExperts(StandIn):
         self._spreader = spreader
         self._unevaluated: list[mx.array] = []
         self.counters = LayerCounters(Counters(), Counters())
+        self.record: Record | None = None
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """As the stock module: x `(..., dim)`, indices `(..., k)` -> `(..., k, out)`.
@@ -71,11 +75,14 @@ class StreamedExperts(StandIn):
         if n_tokens == 1:
             experts = flat.tolist()
             needed = list(dict.fromkeys(experts))
+            counts = [1] * len(needed)
             slots.policy.use(needed)
         else:
-            distinct, counts = np.unique(flat, return_counts=True)
-            needed = distinct.tolist()
-            slots.policy.use_many(dict(zip(needed, counts.tolist(), strict=True)), n_tokens)
+            distinct, n_uses = np.unique(flat, return_counts=True)
+            needed, counts = distinct.tolist(), n_uses.tolist()
+            slots.policy.use_many(dict(zip(needed, counts, strict=True)), n_tokens)
+        if self.record is not None:
+            self.record(needed, counts, n_tokens, is_decode)
         if len(needed) > slots.n_slots:
             return self._run_waves(x, picked, needed, counters)
 
