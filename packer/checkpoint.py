@@ -321,15 +321,19 @@ def _inputs_of(
     """
     if not derived:
         return {}
-    ends = {f"derived{i}": path for i, path in enumerate(derived)}
-    starts = {f"source{i}": name for i, name in enumerate(loaded)}
     # A node of its own each: a cast to the type that a tensor has is the loaded array again.
-    arrays = {label: mx.stop_gradient(derived[path]) for label, path in ends.items()}
-    arrays |= {label: loaded[name] for label, name in starts.items()}
-    graph = io.StringIO()
-    mx.export_to_dot(graph, **arrays)
+    nodes = [mx.stop_gradient(array) for array in derived.values()]
+    text = io.StringIO()
+    mx.export_to_dot(text, list(loaded.values()), nodes)
+    graph = text.getvalue()
+    # Arrays appear in the order given, each after all that it is computed from: first the loaded,
+    # which are computed from nothing, and what no other is computed from as a sink.
+    arrays = re.findall(r'^\{ (rank=\w+; )?"(\w+)"; \}$', graph, re.MULTILINE)
+    starts = {label: name for (_, label), name in zip(arrays, loaded, strict=False)}
+    sinks = [label for rank, label in arrays[len(loaded) :] if rank == "rank=sink; "]
+    ends = dict(zip(sinks, derived, strict=True))
     parents: dict[str, list[str]] = {}
-    for parent, child in re.findall(r'^"?(\w+)"? -> "?(\w+)"?$', graph.getvalue(), re.MULTILINE):
+    for parent, child in re.findall(r'^"?(\w+)"? -> "?(\w+)"?$', graph, re.MULTILINE):
         parents.setdefault(child, []).append(parent)
     result = {}
     for label, path in ends.items():

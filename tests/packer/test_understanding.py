@@ -37,6 +37,19 @@ def test_mlx_checkpoint_passes_through_entirely(q4_source: Path) -> None:
     assert checkpoint.config is None
 
 
+def test_thousands_of_tensors_an_expert_each_are_traced_to_their_sources(tmp_path: Path) -> None:
+    """As many as real checkpoints have: a derived tensor knows the ones it is made of."""
+    config = {**tiny_models.QWEN3_MOE, "num_experts": 700, "moe_intermediate_size": 8}
+    config |= {"num_hidden_layers": 2, "hidden_size": 32}
+    stacked = tiny_models.write_checkpoint(tmp_path / "stacked", config)
+    raw = resave(stacked, tmp_path / "raw", per_expert(read_weights(stacked)))
+    (module,) = understood(raw).modules
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert set(module.tensors[f"{projection}.weight"].sources) == {
+            f"model.layers.1.mlp.experts.{expert}.{projection}.weight" for expert in range(700)
+        }
+
+
 def test_stacked_hf_layout_of_gpt_oss_in_mlx_form_passes_through(tmp_path: Path) -> None:
     """Biases of experts are parts too."""
     folder = tiny_models.write_checkpoint(tmp_path / "source", tiny_models.GPT_OSS, bits=4)
