@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from moepack.runtime.policy import DecayedFrequency
+from moepack.runtime.policy import DecayedFrequency, Policy
 
 __all__ = ["SlotCache"]
 
@@ -12,12 +12,13 @@ class SlotCache:
 
     A slot is free, reserved (its bytes are being read) or holds an expert. `reserve` evicts,
     `fill` makes the expert findable once its bytes are there: a failed read leaves a free slot.
+    `policy` chooses victims and scores experts, by decayed frequency unless another is given.
     """
 
-    def __init__(self, n_experts: int, n_slots: int) -> None:
+    def __init__(self, n_experts: int, n_slots: int, policy: Policy | None = None) -> None:
         self.n_experts = n_experts
         self.n_slots = n_slots
-        self.policy = DecayedFrequency(n_experts)
+        self.policy = DecayedFrequency(n_experts) if policy is None else policy
         self.slot_of: dict[int, int] = {}  # in order of last use, oldest first
         self.n_evictions = 0
         self._free = list(range(n_slots - 1, -1, -1))
@@ -33,20 +34,14 @@ class SlotCache:
     def reserve(self, experts: Sequence[int], protected: Collection[int]) -> list[int]:
         """A slot for each of `experts`, none of them resident; evicts, never from `protected`.
 
-        Victims are the lowest in score, then the least recently used. Raises ValueError when
-        there are not enough slots that may be taken.
+        Raises ValueError when there are not enough slots that may be taken.
         """
         short = len(experts) - len(self._free)
         if short > 0:
             candidates = [e for e in self.slot_of if e not in protected]
             if short > len(candidates):
                 raise ValueError(f"{len(experts)} slots wanted, {len(self._free)} can be had")
-            scores = self.policy.scores
-            if short == 1:
-                victims = [min(candidates, key=scores.__getitem__)]
-            else:
-                victims = sorted(candidates, key=scores.__getitem__)[:short]
-            for victim in victims:
+            for victim in self.policy.victims(candidates, short):
                 self.evict(victim)
         slots = [self._free.pop() for _ in experts]
         self._reserved.update(zip(experts, slots, strict=True))
@@ -65,11 +60,13 @@ class SlotCache:
         """Free the slot of a resident expert."""
         self._free.append(self.slot_of.pop(expert))
         self.n_evictions += 1
+        self.policy.evicted(expert)
 
     def fill(self, experts: Iterable[int]) -> None:
         """The bytes of reserved experts are there: they are resident now."""
         for expert in experts:
             self.slot_of[expert] = self._reserved.pop(expert)
+            self.policy.filled(expert)
 
     def cancel(self) -> None:
         """Reads failed: free every reserved slot."""
