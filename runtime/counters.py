@@ -10,6 +10,7 @@ class Counters:
     """Hits and misses are distinct experts per call. `wait_s`: time spent waiting for the router.
 
     `read_s` is wall time in which the call waited for reads; `bytes_read` leaves padding out.
+    `own_s` is the time of bookkeeping in calls of one token that hit every expert.
     """
 
     calls: int = 0
@@ -19,6 +20,7 @@ class Counters:
     bytes_read: int = 0
     read_s: float = 0.0
     wait_s: float = 0.0
+    own_s: float = 0.0
 
     @property
     def hit_rate(self) -> float | None:

@@ -12,9 +12,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from moepack.formats.manifest import ExpertModule
+
 __all__ = ["compute_in_float32", "needs_float32", "widening_nbytes"]
 
 HALF_TYPES = (mx.bfloat16, mx.float16)
+HALF_NAMES = ("BF16", "F16")
 # Experts widened at a time: bounds the float32 copies of a long prompt's experts.
 EXPERTS_AT_ONCE = 8
 
@@ -36,11 +39,12 @@ def compute_in_float32(module: nn.Module) -> None:
                 parent[name] = WideningSwitchLinear(child)
 
 
-def widening_nbytes(module: nn.Module) -> int:
-    """The most float32 copies of experts that a call of the module holds at once."""
-    if not needs_float32(module):
+def widening_nbytes(module: ExpertModule) -> int:
+    """The most that float32 copies of a packed module's experts take in a call."""
+    if mx.default_device().type != mx.DeviceType.cpu:
         return 0
-    largest: int = max(m.weight[0].size for m in module.modules() if _is_half(m))
+    weights = [p for p in module.parts if p.dtype in HALF_NAMES and p.name.endswith(".weight")]
+    largest = max((part.nbytes // 2 for part in weights), default=0)
     return 4 * EXPERTS_AT_ONCE * largest * (os.cpu_count() or 1)
 
 

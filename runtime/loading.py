@@ -27,18 +27,28 @@ from moepack.runtime.counters import Counters, add
 from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
 from moepack.runtime.machine import available_memory, resident_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
-from moepack.runtime.probing import ShapeProbe, measure_shape
-from moepack.runtime.reading import RecordReader
+from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
+from moepack.runtime.reading import RecordReader, bypasses_page_cache
 from moepack.runtime.shared import SharedWeights, load_shared
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
 from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.tokenizer import load_tokenizer
 
-__all__ = ["DEFAULT_CONTEXT", "Engine", "load", "load_engine", "load_model", "read_config"]
+__all__ = [
+    "DEFAULT_CONTEXT",
+    "READ_WORKERS",
+    "Engine",
+    "load",
+    "load_engine",
+    "load_model",
+    "measure_needs",
+    "read_config",
+]
 
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that memory is planned for, unless said
 MLX_LM_PREFILL_STEP = 2048  # of whoever calls mlx-lm's functions without saying
+READ_WORKERS = 4  # threads that read experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,11 @@ class Engine:
     shared: SharedWeights
     is_widened: bool
     vocabulary: int
+
+    @property
+    def reads_past_page_cache(self) -> bool:
+        """How experts are read, where any are."""
+        return any(layer.reads_past_page_cache for layer in self.layers)
 
     def counters(self) -> tuple[Counters, Counters]:
         """(prefill, decode), summed over layers."""
@@ -147,41 +162,16 @@ def load_engine(
         cache = _size(cache, "expert_cache")
 
     model, config = _build_model(opened)
-    stock = {module.path: _module_at(model, module.path) for module in manifest.modules}
-    for module in manifest.modules:
-        _check_parts(module, stock[module.path])
+    stock = _expert_modules(model, manifest)
     shared = load_shared(opened)
-    _put_shared(model, manifest, shared)
+    _put_shared(model, manifest, shared.arrays)
     if adapter_path is not None:
         for module in manifest.modules:
             _replace(model, module.path, nn.Module())
         apply_adapters(model, Path(adapter_path), stock)
 
-    probes = [ShapeProbe(stock[module.path]) for module in manifest.modules]
-    for module, probe in zip(manifest.modules, probes, strict=True):
-        _replace(model, module.path, probe)
-    try:
-        shape = measure_shape(model, probes, context, max_kv_size, kv_bits)
-    except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        cause = "is its config.json right"
-        if adapter_path is not None:
-            cause += f", and the adapter {adapter_path}"
-        raise FormatError(
-            f"{opened.path}: the model cannot be called; {cause}? ({reason})"
-        ) from error
-    widened = [widening_nbytes(stock[module.path]) for module in manifest.modules]
-    needs = Needs(
-        shared=shared.adopted_nbytes + shared.copied_nbytes,
-        kv=shape.kv_nbytes,
-        base=max(0, resident_memory() - shared.copied_nbytes - shared.adopted_nbytes)
-        + max(widened),
-        top_k=shape.top_k,
-        context=context,
-        token=shape.token_nbytes,
-        score=shape.score_nbytes,
-        keeps_buffers=mx.default_device().type == mx.DeviceType.gpu,
-    )
+    shape = _probe(opened, model, stock, context, max_kv_size, kv_bits, adapter_path)
+    needs = _needs(manifest, shape, context, shared.adopted_nbytes + shared.copied_nbytes)
     plan = plan_memory(
         manifest.modules,
         needs,
@@ -191,15 +181,17 @@ def load_engine(
         prefill_step=prefill_step,
     )
     mx.set_cache_limit(plan.mlx_cache)
+    free = available_memory() - (plan.total - resident_memory())
+    direct = bypasses_page_cache(manifest.expert_nbytes, free)
 
     is_widened = needs_float32(model)  # some have switch layers that are no experts
     compute_in_float32(model)
     spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
-    pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moepack-read")
+    pool = ThreadPoolExecutor(max_workers=READ_WORKERS, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
         n_slots = plan.slots_per_layer[index]
-        reader = RecordReader(opened, index, pool)
+        reader = RecordReader(opened, index, pool, direct)
         banks = Banks(module, n_slots)
         stock[module.path].load_weights(list(banks.arrays.items()), strict=False)
         is_widened = is_widened or needs_float32(stock[module.path])
@@ -222,6 +214,66 @@ def load_engine(
     spread_linears(model, spreader)
     model.eval()
     return Engine(opened, model, config, plan, tuple(layers), shared, is_widened, shape.vocabulary)
+
+
+def measure_needs(pack: Pack, context: int = DEFAULT_CONTEXT) -> Needs:
+    """What `load_engine` plans with, of a pack's config and manifest alone: no weight is read.
+
+    `pack` need not have weight files. Raises FormatError.
+    """
+    manifest = pack.manifest
+    model, _ = _build_model(pack)
+    stock = _expert_modules(model, manifest)
+    unread = {t.name: mx.zeros(t.shape, dtype=MLX_DTYPES[t.dtype]) for t in manifest.shared}
+    _put_shared(model, manifest, unread)
+    shape = _probe(pack, model, stock, context)
+    return _needs(manifest, shape, context, 0)
+
+
+def _probe(
+    pack: Pack,
+    model: nn.Module,
+    stock: dict[str, nn.Module],
+    context: int,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    adapter_path: str | os.PathLike[str] | None = None,
+) -> ModelShape:
+    """The shape of a model whose shared weights are in place; probes are left in its experts'."""
+    probes = [ShapeProbe(stock[module.path]) for module in pack.manifest.modules]
+    for module, probe in zip(pack.manifest.modules, probes, strict=True):
+        _replace(model, module.path, probe)
+    try:
+        return measure_shape(model, probes, context, max_kv_size, kv_bits)
+    except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        cause = "is its config.json right"
+        if adapter_path is not None:
+            cause += f", and the adapter {adapter_path}"
+        raise FormatError(
+            f"{pack.path}: the model cannot be called; {cause}? ({reason})"
+        ) from error
+
+
+def _needs(
+    manifest: Manifest,
+    shape: ModelShape,
+    context: int,
+    n_loaded: int,
+) -> Needs:
+    """The needs of a model of this shape; `n_loaded` bytes of shared weights are in memory now."""
+    return Needs(
+        shared=sum(tensor.nbytes for tensor in manifest.shared),
+        kv=shape.kv_nbytes,
+        base=max(0, resident_memory() - n_loaded)
+        + max(widening_nbytes(module) for module in manifest.modules)
+        + READ_WORKERS * max(module.stride for module in manifest.modules),
+        top_k=shape.top_k,
+        context=context,
+        token=shape.token_nbytes,
+        score=shape.score_nbytes,
+        keeps_buffers=mx.default_device().type == mx.DeviceType.gpu,
+    )
 
 
 def read_config(pack: Pack) -> dict[str, Any]:
@@ -270,12 +322,20 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
     return model, config
 
 
-def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> None:
+def _expert_modules(model: nn.Module, manifest: Manifest) -> dict[str, nn.Module]:
+    """The model's expert modules by path, checked against the manifest. Raises FormatError."""
+    stock = {module.path: _module_at(model, module.path) for module in manifest.modules}
+    for module in manifest.modules:
+        _check_parts(module, stock[module.path])
+    return stock
+
+
+def _put_shared(model: nn.Module, manifest: Manifest, shared: dict[str, mx.array]) -> None:
     """Load the shared weights strictly: the same names and shapes as the model's, no more."""
     experts = {f"{m.path}.{part.name}" for m in manifest.modules for part in m.parts}
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     wanted = {name: array.shape for name, array in parameters.items() if name not in experts}
-    for name, array in shared.arrays.items():
+    for name, array in shared.items():
         if name not in wanted:
             raise FormatError(f"shared tensor {name!r}: the model has no such parameter")
         if wanted[name] != array.shape:
@@ -283,9 +343,9 @@ def _put_shared(model: nn.Module, manifest: Manifest, shared: SharedWeights) -> 
                 f"shared tensor {name!r}: shape {array.shape}, the model wants {wanted[name]}"
             )
     for name in wanted:
-        if name not in shared.arrays:
+        if name not in shared:
             raise FormatError(f"shared tensor {name!r} is missing from the pack")
-    model.load_weights(list(shared.arrays.items()), strict=False)
+    model.load_weights(list(shared.items()), strict=False)
 
 
 def _check_parts(module: ExpertModule, stock: nn.Module) -> None:

@@ -7,10 +7,8 @@ import psutil
 
 __all__ = ["available_memory", "cgroup_limit", "resident_memory"]
 
-CGROUP_FILES = (
-    "/sys/fs/cgroup/memory.max",  # version 2
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",  # version 1
-)
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 HEADROOM = 0.9  # leave a tenth to everyone else
 
 
@@ -25,15 +23,30 @@ def available_memory() -> int:
     return int(min(limits) * HEADROOM)
 
 
-def cgroup_limit(files: tuple[str, ...] = CGROUP_FILES) -> int | None:
-    """The memory limit of the control group this process is in; None when there is none."""
-    for file in files:
-        path = Path(file)
-        if path.is_file():
-            text = path.read_text().strip()
-            if text.isdigit() and int(text) < 2**60:  # version 1 says 2^63 less a page for none
-                return int(text)
-    return None
+def cgroup_limit(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> int | None:
+    """The least memory limit of this process's control groups, versions 1 and 2; None without.
+
+    A group is bounded by those above it. In a container its path may not be visible: then what is
+    at the root is the container's own.
+    """
+    if not own.is_file():
+        return None
+    limits = []
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                if text.isdigit() and int(text) < 2**60:  # version 1 says 2^63 less a page for none
+                    limits.append(int(text))
+    return min(limits, default=None)
 
 
 def resident_memory() -> int:

@@ -19,7 +19,7 @@ from moepack.runtime.standing import StandIn
 __all__ = ["SpreadExperts", "Spreader", "spread_linears"]
 
 # A quantized matrix of fewer weights takes less time than handing it to another thread.
-MIN_WEIGHTS = 2**19
+MIN_WEIGHTS = 2**18
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
 
@@ -66,6 +66,26 @@ class Spreader:
             with mx.stream(stream) if stream is not None else nullcontext():
                 parts.append(stock(rows, mx.array(piece)))
         return mx.concatenate(parts, axis=-3 if by_token else -2)
+
+    def run_token(
+        self, stock: nn.Module, x: mx.array, ids: list[int], ndim: int, from_last: bool = False
+    ) -> mx.array:
+        """`stock(x, ids)` for the experts of one token: ids as an array of `ndim` dimensions.
+
+        `from_last`: the larger shares go to the streams that otherwise get the smaller ones.
+        """
+        bounds = self.bounds(len(ids))
+        streams = [None, *self.helpers][: len(bounds) - 1]
+        parts = []
+        for stream, (start, end) in zip(
+            reversed(streams) if from_last else streams, pairwise(bounds), strict=True
+        ):
+            piece: list[Any] = ids[start:end]
+            for _ in range(ndim - 1):
+                piece = [piece]
+            with mx.stream(stream) if stream is not None else nullcontext():
+                parts.append(stock(x, mx.array(piece, dtype=mx.uint32)))
+        return mx.concatenate(parts, axis=-2) if len(parts) > 1 else parts[0]
 
 
 class SpreadExperts(StandIn):

@@ -61,51 +61,108 @@ class StreamedExperts(StandIn):
         Waits for `indices`. Raises FormatError when a record cannot be read.
         """
         started = time.perf_counter()
-        mx.eval(indices)
-        picked = np.array(indices, copy=False)
-        k = picked.shape[-1]
-        n_tokens = picked.size // k
-        is_decode = n_tokens == 1 or (picked.ndim >= 3 and picked.shape[-2] == 1)
+        picked = np.array(indices, copy=False)  # evaluates it: the one wait of a layer
+        waited_s = time.perf_counter() - started
+        if picked.size == picked.shape[-1]:
+            return self._decode(x, picked, started, waited_s)
+
+        n_tokens = picked.size // picked.shape[-1]
+        is_decode = picked.ndim >= 3 and picked.shape[-2] == 1  # a token of each sequence
         counters = self.counters.decode if is_decode else self.counters.prefill
         counters.calls += 1
-        counters.wait_s += time.perf_counter() - started
-
+        counters.wait_s += waited_s
         slots = self._slots
         flat = picked.reshape(-1)
-        if n_tokens == 1:
-            experts = flat.tolist()
-            needed = list(dict.fromkeys(experts))
-            counts = [1] * len(needed)
-            slots.policy.use(needed)
-        else:
-            distinct, n_uses = np.unique(flat, return_counts=True)
-            needed, counts = distinct.tolist(), n_uses.tolist()
-            slots.policy.use_many(dict(zip(needed, counts, strict=True)), n_tokens)
+        distinct, n_uses = np.unique(flat, return_counts=True)
+        needed, counts = distinct.tolist(), n_uses.tolist()
+        slots.policy.use_many(dict(zip(needed, counts, strict=True)), n_tokens)
         if self.record is not None:
             self.record(needed, counts, n_tokens, is_decode)
         if len(needed) > slots.n_slots:
             return self._run_waves(x, picked, needed, counters)
-
         misses = [e for e in needed if e not in slots.slot_of]
         counters.hits += len(needed) - len(misses)
         slots.use(needed)
         if misses:
             self._read(misses, needed, counters)
-        slot_of = slots.slot_of
-        if n_tokens == 1:
-            ids = np.array([slot_of[e] for e in experts], dtype=np.uint32)
-        else:
-            ids = self._slot_table()[flat]
-        y = self._run(x, ids.reshape(picked.shape))
+        y = self._run(x, self._slot_table()[flat].reshape(picked.shape))
         self._unevaluated.append(y)
         if n_tokens > MAX_LAZY_TOKENS or len(self._unevaluated) > MAX_LAZY_CALLS:
             self._wait_for_graphs()
         return y
 
+    def _decode(
+        self, x: mx.array, picked: "np.ndarray[Any, np.dtype[Any]]", started: float, waited_s: float
+    ) -> mx.array:
+        """A call of one token: the path whose own time counts."""
+        counters = self.counters.decode
+        slots = self._slots
+        slot_of = slots.slot_of
+        experts = picked.ravel().tolist()
+        needed = list(dict.fromkeys(experts))
+        slots.policy.use(needed)
+        if self.record is not None:
+            self.record(needed, [1] * len(needed), 1, True)
+        misses = [e for e in needed if e not in slot_of]
+        slots.use(needed)
+        counters.calls += 1
+        counters.hits += len(needed) - len(misses)
+        counters.wait_s += waited_s
+        if misses:
+            y = self._run_hits_first(x, experts, misses, picked.ndim, counters)
+        else:
+            ids = [slot_of[e] for e in experts]
+            counters.own_s += time.perf_counter() - started - waited_s
+            y = self._spreader.run_token(self.stock, x, ids, picked.ndim)
+        self._unevaluated.append(y)
+        if len(self._unevaluated) > MAX_LAZY_CALLS:
+            self._wait_for_graphs()
+        return y
+
+    def _run_hits_first(
+        self, x: mx.array, experts: list[int], misses: list[int], ndim: int, counters: Counters
+    ) -> mx.array:
+        """One token: what is resident is computed while what is not is read."""
+        slots = self._slots
+        self._wait_for_graphs()
+        before = slots.n_evictions
+        reserved = slots.reserve(misses, set(experts))
+        futures = self._reader.start(misses, [self._banks.rows[slot] for slot in reserved])
+        try:
+            absent = set(misses)
+            hits = [e for e in experts if e not in absent]
+            ids = [slots.slot_of[e] for e in hits]
+            parts = [self._spreader.run_token(self.stock, x, ids, ndim)] if hits else []
+            mx.async_eval(parts)
+            started = time.perf_counter()
+            wait_for(futures)
+        except BaseException:
+            wait_quietly(futures)
+            slots.cancel()
+            raise
+        counters.read_s += time.perf_counter() - started
+        slots.fill(misses)
+        counters.misses += len(misses)
+        counters.evictions += slots.n_evictions - before
+        counters.bytes_read += len(misses) * self._reader.module.record_nbytes
+        late = [e for e in experts if e in absent]
+        ids = [slots.slot_of[e] for e in late]
+        parts.append(self._spreader.run_token(self.stock, x, ids, ndim, from_last=True))
+        if not hits:
+            return parts[0]
+        order = hits + late
+        places = mx.array([order.index(e) for e in experts], dtype=mx.uint32)
+        return mx.take(mx.concatenate(parts, axis=-2), places, axis=-2)
+
     @property
     def n_experts(self) -> int:
         """How many experts the layer has on disk."""
         return self._slots.n_experts
+
+    @property
+    def reads_past_page_cache(self) -> bool:
+        """Whether its records are read past the page cache."""
+        return self._reader.is_direct
 
     def preload(self, experts: Sequence[int]) -> None:
         """Read absent experts into slots, outside any call and count. Raises FormatError."""

@@ -159,8 +159,9 @@ def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
         "load_s": load_s,
         "peak_memory_bytes": peak_memory(),
         "planned_memory_bytes": engine.plan.total,
-        "mode": "resident" if engine.plan.is_resident else "streamed",
+        "mode": "streamed" if engine.layers else "resident",
         "experts": {
+            "reads": "past the page cache" if engine.reads_past_page_cache else "page cache",
             "slots_per_layer": max(engine.plan.slots_per_layer),
             "cache_bytes": engine.plan.slots,
             "hits": hits,
@@ -186,7 +187,7 @@ def statistics_line(figures: dict[str, Any]) -> str:
         parts.append(
             f"{experts['slots_per_layer']} experts a layer in memory, "
             f"hit rate {100 * (experts['hit_rate'] or 0):.1f} %, "
-            f"{format_size(experts['bytes_read'])} read"
+            f"{format_size(experts['bytes_read'])} read ({experts['reads']})"
         )
     else:
         parts.append("all experts in memory")

@@ -17,7 +17,7 @@ from moepack.tools.startup import open_files_problem
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("convert", "run", "verify", "inspect", "unpack", "bench", "demo")
+COMMANDS = ("plan", "convert", "run", "verify", "inspect", "unpack", "bench", "replay", "demo")
 
 
 class CommandGroup(click.Group):

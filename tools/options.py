@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from moepack.formats.errors import SourceError
 from moepack.formats.sizes import parse_size
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Name",
     "Size",
     "Text",
+    "check_save_path",
     "checked_text",
     "debug_option",
     "expert_cache_option",
@@ -124,6 +127,16 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]
         if not isinstance(parsed, dict):
             self.fail("a JSON object was expected", param, ctx)
         return parsed
+
+
+def check_save_path(path: Path) -> None:
+    """Refuse, before a model is loaded, a file that could not be written. Raises SourceError."""
+    if path.exists():
+        return
+    if not path.parent.is_dir():
+        raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
+    if not os.access(path.parent, os.W_OK):
+        raise SourceError(f"{path.parent}: no permission to save {path.name} in this folder")
 
 
 def memory_option(function: F) -> F:

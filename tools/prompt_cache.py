@@ -25,17 +25,7 @@ from moepack.formats.errors import SourceError
 from moepack.runtime.loading import Engine
 from moepack.tools.answering import Sampling
 
-__all__ = ["check_prompt_cache_path", "open_prompt_cache"]
-
-
-def check_prompt_cache_path(path: Path) -> None:
-    """Refuse, before a model is loaded, a file that could not be written. Raises SourceError."""
-    if path.exists():
-        return
-    if not path.parent.is_dir():
-        raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
-    if not os.access(path.parent, os.W_OK):
-        raise SourceError(f"{path.parent}: no permission to save {path.name} in this folder")
+__all__ = ["open_prompt_cache"]
 
 
 def open_prompt_cache(

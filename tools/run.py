@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from moepack.tools.options import (
     JsonObject,
     Name,
     Text,
+    check_save_path,
     checked_text,
     debug_option,
     expert_cache_option,
@@ -66,6 +68,11 @@ __all__ = ["command"]
     type=FilePath(),
     help="A LoRA adapter by mlx-lm, of shared weights.",
 )
+@click.option(
+    "--trace",
+    type=FilePath(dir_okay=False),
+    help="Save which experts each call asked for, for replay: FILE.npz.",
+)
 @memory_option
 @expert_cache_option
 @json_option
@@ -88,6 +95,7 @@ def command(
     chat_template_args: dict[str, Any] | None,
     ignore_chat_template: bool,
     adapter_path: Path | None,
+    trace: Path | None,
     memory: int | str,
     expert_cache: int | str,
     as_json: bool,
@@ -102,6 +110,8 @@ def command(
     if prompt_cache_file is not None and prompt_cache_file.suffix != ".safetensors":
         # mlx-lm adds the ending to any other name, and would write over a file nobody looked at.
         raise click.BadParameter("a name ending in .safetensors", param_hint="--prompt-cache-file")
+    if trace is not None and trace.suffix != ".npz":
+        raise click.BadParameter("a name ending in .npz", param_hint="--trace")
     is_chat = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if is_chat and as_json:
         raise click.UsageError("--json needs --prompt")
@@ -114,11 +124,11 @@ def command(
     from moepack.runtime.tokenizer import load_tokenizer
     from moepack.tools.answering import Sampling, prompt_tokens
     from moepack.tools.packs import open_pack
-    from moepack.tools.prompt_cache import check_prompt_cache_path
 
     interrupts_unwind()
-    if prompt_cache_file is not None:
-        check_prompt_cache_path(prompt_cache_file)
+    for file in (prompt_cache_file, trace):
+        if file is not None:
+            check_save_path(file)
     if seed is not None:
         mx.random.seed(seed)
     sampling = Sampling(
@@ -156,6 +166,7 @@ def command(
         prefill_step=prefill_step_size,
         max_kv_size=max_kv_size,
         kv_bits=sampling.kv_bits,
+        keep_streaming=trace is not None,
     )
     load_s = time.perf_counter() - started
     if engine.is_widened:
@@ -175,13 +186,14 @@ def command(
             as_json=as_json,
         )
 
-    if prompt is not None:
-        ask(tokens)
-        return
-    messages = system
-    for line in _lines():
-        messages = [*messages, {"role": "user", "content": line}]
-        messages = [*messages, {"role": "assistant", "content": ask(tokens_of(messages))}]
+    with _traced(engine, trace):
+        if prompt is not None:
+            ask(tokens)
+            return
+        messages = system
+        for line in _lines():
+            messages = [*messages, {"role": "user", "content": line}]
+            messages = [*messages, {"role": "assistant", "content": ask(tokens_of(messages))}]
 
 
 def _ask(
@@ -219,6 +231,32 @@ def _ask(
         click.echo()
         note(answering.statistics_line(figures))
     return result.text
+
+
+@contextmanager
+def _traced(engine: "Engine", path: Path | None) -> Iterator[None]:
+    """Save the trace of what runs inside, interrupted or not; without a path do nothing."""
+    from moepack.runtime.trace import TraceRecorder
+
+    if path is None:
+        yield
+        return
+    recorder = TraceRecorder()
+    for index, layer in enumerate(engine.layers):
+        layer.record = recorder.layer(index)
+    try:
+        yield
+    finally:
+        try:
+            n_calls = recorder.save(
+                path,
+                [layer.n_experts for layer in engine.layers],
+                engine.plan.slots_per_layer,
+                f"moepack run of {engine.pack.path.name}",
+            )
+            note(f"saved {n_calls} calls of expert layers to {path}")
+        except OSError as error:
+            note(f"warning: {path} was not saved ({' '.join(str(error).split())})")
 
 
 def _read_stdin() -> str:

@@ -244,33 +244,35 @@ def test_ceil_size_is_text_to_type(nbytes: int, text: str) -> None:
     assert ceil_size(nbytes) == text
 
 
-def limit_file(path: Path, text: str) -> str:
-    """A control group's file."""
-    path.write_text(text + "\n")
-    return str(path)
-
-
 @pytest.mark.parametrize(
-    ("two", "one", "expected"),
+    ("own", "files", "expected"),
     [
-        ("2147483648", None, 2_147_483_648),
-        ("max", None, None),
-        (None, "1073741824", 1_073_741_824),
-        (None, "9223372036854771712", None),  # what version 1 says for no limit
-        ("max", "1073741824", 1_073_741_824),
-        (None, None, None),
-        ("", None, None),
+        ("0::/", {"memory.max": "2147483648"}, 2_147_483_648),
+        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "5000", "memory.max": "9000"}, 5000),
+        ("0::/not/visible", {"memory.max": "7000"}, 7000),
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/", {"memory.max": ""}, None),
+        ("0::/", {}, None),
+        ("9:cpu:/\n5:memory:/a", {"memory/a/memory.limit_in_bytes": "1073741824"}, 1_073_741_824),
+        ("5:memory:/a", {"memory/memory.limit_in_bytes": "8000"}, 8000),
+        ("5:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),  # no limit
+        (
+            "5:memory:/a\n0::/",
+            {"memory/a/memory.limit_in_bytes": "9000", "memory.max": "4000"},
+            4000,
+        ),
     ],
 )
-def test_cgroup_limit_reads_both_versions(
-    tmp_path: Path, two: str | None, one: str | None, expected: int | None
+def test_cgroup_limit_is_the_least_of_those_above(
+    tmp_path: Path, own: str, files: dict[str, str], expected: int | None
 ) -> None:
-    """Absent, `max` and version 1's huge number mean none."""
-    files = [str(tmp_path / "memory.max"), str(tmp_path / "memory.limit_in_bytes")]
-    for file, text in zip(files, (two, one), strict=True):
-        if text is not None:
-            limit_file(Path(file), text)
-    assert cgroup_limit(tuple(files)) == expected
+    """In either version, and where both are mounted."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+    assert cgroup_limit(tmp_path, tmp_path / "own") == expected
+    assert cgroup_limit(tmp_path, tmp_path / "none") is None
 
 
 def test_available_memory_keeps_the_control_groups_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from moepack.formats.errors import FormatError
 from moepack.formats.pack import Pack
 from moepack.runtime.banks import Banks
-from moepack.runtime.reading import RecordReader
+from moepack.runtime.reading import RecordReader, bypasses_page_cache
 
 
 @pytest.fixture
@@ -31,10 +31,14 @@ def pack(q4_pack: Path, tmp_path: Path) -> Pack:
     return Pack.open(shutil.copytree(q4_pack, tmp_path / "copy.moepack"))
 
 
-@pytest.fixture
-def reader(pack: Pack, pool: ThreadPoolExecutor) -> Iterator[RecordReader]:
-    """Of the second module."""
-    reader = RecordReader(pack, 1, pool)
+@pytest.fixture(params=[False, True], ids=["cached", "direct"])
+def reader(
+    request: pytest.FixtureRequest, pack: Pack, pool: ThreadPoolExecutor
+) -> Iterator[RecordReader]:
+    """Of the second module, through the page cache and past it."""
+    reader = RecordReader(pack, 1, pool, direct=request.param)
+    if reader.is_direct != request.param:
+        pytest.skip("this file system has no direct reads")
     yield reader
     reader.close()
 
@@ -80,6 +84,7 @@ def test_short_reads_are_continued(
 ) -> None:
     """A read may give less than asked, in the middle of a part or at its edge."""
     preadv = os.preadv
+    most *= 512 if reader.is_direct else 1  # whole sectors
 
     def short(fd: int, views: Sequence[memoryview], offset: int) -> int:
         left, fewer = most, []
@@ -185,3 +190,31 @@ def test_dropped_reader_closes_its_file(pack: Pack, pool: ThreadPoolExecutor) ->
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize(("free", "bypasses"), [(-1, True), (0, True), (44, True), (46, False)])
+def test_the_page_cache_is_passed_by_where_it_could_not_hold_the_files(
+    free: int, bypasses: bool
+) -> None:
+    """Half of them in it are worth more than none."""
+    assert bypasses_page_cache(100, free) == bypasses
+
+
+def test_a_file_system_without_direct_reads_is_read_as_ever(
+    pack: Pack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the reader says so."""
+    stock = os.open
+
+    def without(path: Path, flags: int) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return stock(path, flags)
+
+    monkeypatch.setattr(os, "open", without)
+    reader = RecordReader(pack, 1, pool, direct=True)
+    assert not reader.is_direct
+    banks = Banks(reader.module, 1)
+    reader.read(3, banks.rows[0])
+    assert row_bytes(banks.rows[0]) == record(reader, pack, 3)
+    reader.close()

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from moepack.formats.errors import SourceError
 from moepack.tools.cli import main
-from moepack.tools.prompt_cache import check_prompt_cache_path
+from moepack.tools.options import check_save_path
 from moepack.tools.startup import open_files_problem
 
 PROMPT = tiny_models.text_of([5, 9, 40, 77])
@@ -350,7 +350,7 @@ def test_a_prompt_cache_that_cannot_be_saved_costs_the_file_and_not_the_answer(
 
 def test_a_prompt_cache_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"none: no such folder to save c\.safetensors in"):
-        check_prompt_cache_path(tmp_path / "none" / "c.safetensors")
+        check_save_path(tmp_path / "none" / "c.safetensors")
 
 
 def test_a_file_that_is_no_prompt_cache_is_refused_and_kept(
