@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from typing import Any
 
 from moepack.formats.errors import SourceError
 from moepack.runtime.reading import wait_for
+from moepack.runtime.user_cache import cache_folder, write_whole
 
 __all__ = ["DiskFigures", "probe_disk"]
 
@@ -162,16 +163,8 @@ def memory_key(device: int, block: int) -> str:
 
 def memory_file(platform: str, environment: Mapping[str, str]) -> Path | None:
     """Where figures are kept; None when the user has no home."""
-    try:
-        if platform == "darwin":
-            folder = Path.home() / "Library" / "Caches"
-        else:
-            folder = Path(environment.get("XDG_CACHE_HOME", ""))
-            if not folder.is_absolute():  # as the XDG specification wants
-                folder = Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return folder / "moepack" / "disks.json"
+    folder = cache_folder(platform, environment)
+    return folder and folder / "disks.json"
 
 
 def figures_of(entry: object, device: int) -> DiskFigures | None:
@@ -215,13 +208,8 @@ def _remember(memory: Path | None, known: Mapping[str, Any]) -> None:
     """Keep this, whole or not at all."""
     if memory is None:
         return
-    unfinished = memory.with_name(f"{memory.name}.{os.getpid()}")
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(memory)
-    except OSError:
-        return
+    with suppress(OSError):
+        write_whole(memory, json.dumps(known, indent=1) + "\n")
 
 
 @contextmanager

@@ -107,6 +107,10 @@ class DecayedFrequency(Scored):
         for expert, count in counts.items():
             self.scores[expert] += total * count / n_tokens
 
+    def relative_scores(self) -> list[float]:
+        """The scores in uses, a use of the last token being one."""
+        return [score / self._weight for score in self.scores]
+
     def _advance(self, factor: float) -> float:
         if self._weight > RESCALE_ABOVE:
             self.scores = [score / self._weight for score in self.scores]

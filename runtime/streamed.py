@@ -18,6 +18,7 @@ import numpy as np
 
 from moepack.runtime.banks import Banks, byte_rows
 from moepack.runtime.counters import Counters, LayerCounters
+from moepack.runtime.policy import Policy
 from moepack.runtime.reading import RecordReader, wait_for
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Ids, Spreader
@@ -114,6 +115,7 @@ class StreamedExperts(StandIn):
             ids = [slot_of[e] for e in experts]
             counters.own_s += time.perf_counter() - started - waited_s
             y = self._spreader.run_token(self.stock, x, ids, picked.ndim)
+        mx.async_eval(y)  # the streams work while Python builds what follows
         self._unevaluated.append(y)
         if len(self._unevaluated) > MAX_LAZY_CALLS:
             self._wait_for_graphs()
@@ -163,6 +165,21 @@ class StreamedExperts(StandIn):
     def reads_past_page_cache(self) -> bool:
         """Whether its records are read past the page cache."""
         return self._reader.is_direct
+
+    @property
+    def n_slots(self) -> int:
+        """How many experts the layer can have in memory."""
+        return self._slots.n_slots
+
+    @property
+    def number(self) -> int:
+        """The layer's place in the pack."""
+        return self._reader.layer
+
+    @property
+    def policy(self) -> Policy:
+        """What decides which experts stay."""
+        return self._slots.policy
 
     def preload(self, experts: Sequence[int]) -> None:
         """Read absent experts into slots, outside any call and count. Raises FormatError."""

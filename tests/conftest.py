@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,12 @@ def forge_file(pack: Path, name: str, content: str) -> None:
     files = tuple(forged if file.name == name else file for file in manifest.files)
     (pack / name).write_bytes(data)
     (pack / MANIFEST_NAME).write_bytes(encode(replace(manifest, files=files)))
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any) -> None:
+    """No test finds what another, or a user's own run, left in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")

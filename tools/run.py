@@ -73,6 +73,12 @@ __all__ = ["command"]
     type=FilePath(dir_okay=False),
     help="Save which experts each call asked for, for replay: FILE.npz.",
 )
+@click.option(
+    "--warm-start/--no-warm-start",
+    default=True,
+    show_default=True,
+    help="Begin with the experts that the last run used most.",
+)
 @memory_option
 @expert_cache_option
 @json_option
@@ -96,6 +102,7 @@ def command(
     ignore_chat_template: bool,
     adapter_path: Path | None,
     trace: Path | None,
+    warm_start: bool,
     memory: int | str,
     expert_cache: int | str,
     as_json: bool,
@@ -186,7 +193,8 @@ def command(
             as_json=as_json,
         )
 
-    with _traced(engine, trace):
+    # A trace replays from empty slots.
+    with _warmed(engine, warm_start and trace is None), _traced(engine, trace):
         if prompt is not None:
             ask(tokens)
             return
@@ -194,6 +202,25 @@ def command(
         for line in _lines():
             messages = [*messages, {"role": "user", "content": line}]
             messages = [*messages, {"role": "assistant", "content": ask(tokens_of(messages))}]
+
+
+@contextmanager
+def _warmed(engine: "Engine", is_on: bool) -> Iterator[None]:
+    """Begin with the experts that the last run of this pack used most, and note this run's."""
+    from moepack.runtime.warm import profile_path, save_profile, warm_up
+
+    path = profile_path(engine) if is_on and engine.layers else None
+    if path is None:
+        yield
+        return
+    warm_up(engine, path)
+    try:
+        yield
+    finally:
+        try:
+            save_profile(engine, path)
+        except OSError as error:
+            note(f"warning: {path} was not saved ({error.strerror})")
 
 
 def _ask(

@@ -1,0 +1,71 @@
+"""Warm start: the experts that the last run of a pack used most are read before the first token.
+
+The scores of each layer's policy are kept in the user's cache folder, by pack id, never in the
+pack. They decide what is in memory at the start, not what the model says.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+from moepack.runtime.loading import Engine
+from moepack.runtime.policy import DecayedFrequency
+from moepack.runtime.user_cache import cache_folder, write_whole
+
+__all__ = ["profile_path", "save_profile", "warm_up"]
+
+MAX_PROFILE_NBYTES = 64 * 2**20  # a thousand layers of two thousand experts take 20 MB
+LEAST_SCORE = 1e-6  # of an expert last used some 240 tokens ago; less is not worth a read
+
+
+def profile_path(engine: Engine) -> Path | None:
+    """The file of the engine's pack; None when the user has no home."""
+    folder = cache_folder(sys.platform, os.environ)
+    return folder and folder / "experts" / f"{engine.pack.manifest.pack_id}.json"
+
+
+def save_profile(engine: Engine, path: Path) -> None:
+    """Keep the scores of every streamed layer. Raises OSError."""
+    layers = {}
+    for layer in engine.layers:
+        if isinstance(layer.policy, DecayedFrequency):
+            scores = layer.policy.relative_scores()
+            layers[str(layer.number)] = [round(score, 6) for score in scores]
+    write_whole(path, json.dumps({"scores": layers}))
+
+
+def warm_up(engine: Engine, path: Path) -> int:
+    """Take over scores kept at `path` and read the experts they favour into free slots.
+
+    Returns how many were read: none where there is no profile, or one that does not fit. Raises
+    FormatError for a record that cannot be read.
+    """
+    kept = _read_profile(path)
+    n_read = 0
+    for layer in engine.layers:
+        scores = kept.get(str(layer.number), [])
+        if len(scores) != layer.n_experts or not isinstance(layer.policy, DecayedFrequency):
+            continue
+        layer.policy.scores = scores
+        worth = [e for e in range(layer.n_experts) if scores[e] >= LEAST_SCORE]
+        best = sorted(worth, key=scores.__getitem__, reverse=True)[: layer.n_slots]
+        layer.preload(best[::-1])  # the best one last: the most recently used
+        n_read += len(best)
+    return n_read
+
+
+def _read_profile(path: Path) -> dict[str, list[float]]:
+    """Scores by layer; nothing of a file that is gone, damaged or absurd."""
+    try:
+        if path.stat().st_size > MAX_PROFILE_NBYTES:
+            return {}
+        layers = json.loads(path.read_text(encoding="utf-8"))["scores"]
+        return {
+            number: scores
+            for number, scores in layers.items()
+            if all(isinstance(s, float | int) and 0 <= s < math.inf for s in scores)
+        }
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return {}
