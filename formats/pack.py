@@ -42,6 +42,17 @@ class Pack:
 
         Raises SourceError when there is no pack, FormatError when one is damaged.
         """
+        pack = cls.open_unchecked(path)
+        for name, nbytes in pack.file_nbytes().items():
+            pack._check_file(name, nbytes)
+        return pack
+
+    @classmethod
+    def open_unchecked(cls, path: str | os.PathLike[str]) -> "Pack":
+        """The pack at `path` by its manifest alone: its files may be missing, cut or elsewhere.
+
+        Raises SourceError when there is no pack, FormatError when its manifest is damaged.
+        """
         folder = Path(path)
         try:
             is_folder, exists = folder.is_dir(), folder.exists()
@@ -57,13 +68,16 @@ class Pack:
             elif (folder / "config.json").is_file():
                 hint = "it is a checkpoint: run moepack convert on it first"
             raise SourceError(f"{folder}: no {MANIFEST_NAME}; {hint}")
-        pack = cls(folder, _read_manifest(folder))
-        pack._check_file(SHARED_NAME, pack.manifest.shared_nbytes)
-        for module in pack.manifest.modules:
-            pack._check_file(module.file, module.stride * module.n_experts)
-        for file in pack.manifest.files:
-            pack._check_file(file.name, file.nbytes)
-        return pack
+        return cls(folder, _read_manifest(folder))
+
+    def file_nbytes(self) -> dict[str, int]:
+        """The size that each file of the pack must have, by name, weights first."""
+        manifest = self.manifest
+        return (
+            {SHARED_NAME: manifest.shared_nbytes}
+            | {module.file: module.stride * module.n_experts for module in manifest.modules}
+            | {file.name: file.nbytes for file in manifest.files}
+        )
 
     @property
     def shared_file(self) -> Path:
@@ -80,15 +94,21 @@ class Pack:
             status = path.stat()
         except OSError as error:
             raise FormatError(
-                f"{path}: {_reason(error)}; the pack is incomplete, convert again"
+                f"{path}: {_reason(error)}; the pack is incomplete, convert again, or "
+                "moepack repair it"
             ) from error
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path}: not a regular file")
         if status.st_size != nbytes:
             raise FormatError(
                 f"{path}: {status.st_size:,} bytes, the manifest says {nbytes:,}; "
-                "the file is damaged, convert again"
+                "the file is damaged, convert again, or moepack repair it"
             )
+        self.check_link(name)
+
+    def check_link(self, name: str) -> None:
+        """Raise FormatError where a file, there or not, is reached by a link out of the pack."""
+        path = self.path / name
         if not path.resolve().is_relative_to(self._allowed_root()):
             raise FormatError(f"{path}: a link that leaves the pack; copy the file in its place")
 

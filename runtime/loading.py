@@ -16,6 +16,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from moepack.formats.digests import digest_file
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
@@ -28,7 +29,7 @@ from moepack.runtime.half import compute_in_float32, needs_float32, widening_nby
 from moepack.runtime.machine import available_memory, resident_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
-from moepack.runtime.reading import RecordReader, bypasses_page_cache
+from moepack.runtime.reading import CHECKS, RecordReader, bypasses_page_cache, repair_command
 from moepack.runtime.shared import SharedWeights, load_shared
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
@@ -48,6 +49,16 @@ __all__ = [
 
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer that memory is planned for, unless said
 MLX_LM_PREFILL_STEP = 2048  # of whoever calls mlx-lm's functions without saying
+# How configs call the number of experts that a router picks for a token.
+TOP_K_KEYS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k_experts",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+)
 READ_WORKERS = 4  # threads that read experts
 
 
@@ -57,7 +68,7 @@ class Engine:
 
     `layers` is empty when every expert is resident. `is_widened`: half-precision experts are
     computed in float32, since this backend cannot do otherwise. `vocabulary` is how many logits a
-    position has.
+    position has, `lossy_top_k` how many experts a router picks if fewer than it was trained with.
     """
 
     pack: Pack
@@ -68,6 +79,7 @@ class Engine:
     shared: SharedWeights
     is_widened: bool
     vocabulary: int
+    lossy_top_k: int | None
 
     @property
     def reads_past_page_cache(self) -> bool:
@@ -92,21 +104,25 @@ def load(
     memory: str | int = "auto",
     expert_cache: str | int | None = None,
     adapter_path: str | os.PathLike[str] | None = None,
+    check: str = "first",
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """The pair `(model, tokenizer)` that `mlx_lm.load` gives, for the pack at this path.
 
     `memory` bounds all that the process uses: bytes as an int, "6GB", or "auto" for what the
     machine has. `expert_cache` bounds the resident experts alone: a size, "all", "floor" (top-k
     experts a layer, the fewest that work), or None for what `memory` leaves. `adapter_path` is the
-    folder of a LoRA adapter that mlx-lm made, of shared weights only. Raises SourceError
-    (no pack, no tokenizer, no usable adapter), FormatError (a damaged pack), BudgetError (naming
-    the smallest value that works).
+    folder of a LoRA adapter that mlx-lm made, of shared weights only. `check` says which reads of
+    an expert are compared with its digest: the "first", "always" or "never"; unless never, shared
+    weights are too. Raises SourceError (no pack, no tokenizer, no usable adapter), FormatError (a
+    damaged pack), BudgetError (naming the smallest value that works). A record found damaged later
+    raises FormatError from the call of the model that needs it.
     """
     engine = load_engine(
         pack,
         memory=memory,
         expert_cache=expert_cache,
         adapter_path=adapter_path,
+        check=check,
         prefill_step=MLX_LM_PREFILL_STEP,
     )
     return engine.model, engine.tokenizer()
@@ -118,6 +134,7 @@ def load_model(
     memory: str | int = "auto",
     expert_cache: str | int | None = None,
     adapter_path: str | os.PathLike[str] | None = None,
+    check: str = "first",
 ) -> tuple[nn.Module, dict[str, Any]]:
     """As `load`, but `(model, config)` and no tokenizer needed: as `mlx_lm.utils.load_model`."""
     engine = load_engine(
@@ -125,6 +142,7 @@ def load_model(
         memory=memory,
         expert_cache=expert_cache,
         adapter_path=adapter_path,
+        check=check,
         prefill_step=MLX_LM_PREFILL_STEP,
     )
     return engine.model, engine.config
@@ -142,18 +160,25 @@ def load_engine(
     spread: bool = True,
     max_kv_size: int | None = None,
     kv_bits: int | None = None,
+    check: str = "first",
+    lossy_top_k: int | None = None,
 ) -> Engine:
     """Load a pack and keep what the command reports. Options and errors as `load`.
 
     Memory is planned for `context` tokens of prompt and answer, and for `prefill_step`,
-    `max_kv_size` and `kv_bits` as mlx-lm's generation has them. Without `prefill_step` the plan
-    chooses one, which generation is to be given.
+    `max_kv_size` and `kv_bits` as mlx-lm's generation has them. Without
+    `prefill_step` the plan chooses one, which generation is to be given. `lossy_top_k` makes the
+    routers pick fewer experts and weigh them as they weigh any: other tokens, fewer reads.
 
     `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
     keeps to one CPU stream: for measuring.
     """
+    if check not in CHECKS:
+        raise SourceError(f"check: {check!r} is none of {', '.join(CHECKS)}")
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
     manifest = opened.manifest
+    if check != "never":
+        _check_copied_files(opened)
     memory_nbytes = None if memory == "auto" else _size(memory, "memory")
     cache: int | str | None = expert_cache
     if cache == "auto":
@@ -161,9 +186,9 @@ def load_engine(
     elif cache not in (None, "all", "floor"):
         cache = _size(cache, "expert_cache")
 
-    model, config = _build_model(opened)
+    model, config = _build_model(opened, lossy_top_k)
     stock = _expert_modules(model, manifest)
-    shared = load_shared(opened)
+    shared = load_shared(opened, check != "never")
     _put_shared(model, manifest, shared.arrays)
     if adapter_path is not None:
         for module in manifest.modules:
@@ -172,6 +197,10 @@ def load_engine(
 
     shape = _probe(opened, model, stock, context, max_kv_size, kv_bits, adapter_path)
     needs = _needs(manifest, shape, context, shared.adopted_nbytes + shared.copied_nbytes)
+    if lossy_top_k is not None and max(shape.top_k) != lossy_top_k:
+        raise SourceError(
+            f"--lossy-top-k {lossy_top_k}: the routers of this model pick {max(shape.top_k)}"
+        )
     plan = plan_memory(
         manifest.modules,
         needs,
@@ -191,7 +220,7 @@ def load_engine(
     pool = ThreadPoolExecutor(max_workers=READ_WORKERS, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
         n_slots = plan.slots_per_layer[index]
-        reader = RecordReader(opened, index, pool, direct)
+        reader = RecordReader(opened, index, pool, direct, check)
         banks = Banks(module, n_slots)
         stock[module.path].load_weights(list(banks.arrays.items()), strict=False)
         is_widened = is_widened or needs_float32(stock[module.path])
@@ -213,7 +242,17 @@ def load_engine(
             layers.append(streamed)
     spread_linears(model, spreader)
     model.eval()
-    return Engine(opened, model, config, plan, tuple(layers), shared, is_widened, shape.vocabulary)
+    return Engine(
+        pack=opened,
+        model=model,
+        config=config,
+        plan=plan,
+        layers=tuple(layers),
+        shared=shared,
+        is_widened=is_widened,
+        vocabulary=shape.vocabulary,
+        lossy_top_k=lossy_top_k,
+    )
 
 
 def measure_needs(pack: Pack, context: int = DEFAULT_CONTEXT) -> Needs:
@@ -276,6 +315,15 @@ def _needs(
     )
 
 
+def _check_copied_files(pack: Pack) -> None:
+    """Raises FormatError for a config, tokenizer or template that is not what the manifest says."""
+    for file in pack.manifest.files:
+        if digest_file(pack.path / file.name) != file.digest:
+            raise FormatError(
+                f"{pack.path / file.name}: differs from its digest; {repair_command(pack)}"
+            )
+
+
 def read_config(pack: Pack) -> dict[str, Any]:
     """The pack's config as mlx-lm reads it. Raises FormatError."""
     path = pack.path / "config.json"
@@ -289,7 +337,21 @@ def read_config(pack: Pack) -> dict[str, Any]:
     return config
 
 
-def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
+def _with_top_k(config: dict[str, Any], top_k: int) -> dict[str, Any]:
+    """The config with routers that pick `top_k` experts, where it says how many they pick."""
+    changed = {
+        key: _with_top_k(value, top_k) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    for key in TOP_K_KEYS:
+        if isinstance(stated := config.get(key), int):
+            changed[key] = min(stated, top_k)
+        elif isinstance(stated, list):  # by layer
+            changed[key] = [min(k, top_k) for k in stated]
+    return changed
+
+
+def _build_model(pack: Pack, lossy_top_k: int | None = None) -> tuple[nn.Module, dict[str, Any]]:
     """(model with lazy, meaningless weights and the manifest's quantization, config)."""
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -307,6 +369,8 @@ def _build_model(pack: Pack) -> tuple[nn.Module, dict[str, Any]]:
         return EmptyModel, StatedArguments
 
     stated = read_config(pack)
+    if lossy_top_k is not None:
+        stated = _with_top_k(stated, lossy_top_k)
     try:
         model, config = mlx_lm.utils.load_model(
             pack.path,

@@ -1,6 +1,7 @@
 """Reading records: one positional read per expert, scattered straight into the rows of a slot.
 
-Worker threads only move bytes into views handed to them; they never touch MLX or the slot maps.
+Worker threads only move bytes into views handed to them, and compare them with their digest; they
+never touch MLX or the slot maps.
 
 Reads go through the page cache, or past it where it could not hold the files anyway: then filling
 and emptying it costs more than it gives (tools/EXPERIMENTS.md). Past it, Linux (O_DIRECT) reads
@@ -12,17 +13,22 @@ import errno
 import fcntl
 import mmap
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import xxhash
+
 from moepack.formats.errors import FormatError
 from moepack.formats.manifest import ExpertModule
 from moepack.formats.pack import Pack
 
-__all__ = ["RecordReader", "bypasses_page_cache"]
+__all__ = ["CHECKS", "RecordReader", "bypasses_page_cache", "repair_command"]
+
+CHECKS = ("first", "always", "never")  # which reads of a record are compared with its digest
 
 SECTOR_NBYTES = 512
 F_NOCACHE = 48  # of macOS <sys/fcntl.h>; Python's fcntl has it there alone
@@ -36,19 +42,34 @@ def bypasses_page_cache(expert_nbytes: int, free_nbytes: int) -> bool:
     return free_nbytes < WORTH_CACHING * expert_nbytes
 
 
+def repair_command(pack: Pack) -> str:
+    """What to type about a pack with wrong bytes in it."""
+    return f"moepack repair {shlex.quote(str(pack.path))} SOURCE"
+
+
 class RecordReader:
     """Reads the records of one module. `layer` is the module's place in the pack, for messages.
 
-    `is_direct`: reads go past the page cache, as asked and where the file system can.
+    `is_direct`: reads go past the page cache, as asked and where the file system can. `check` is
+    one of CHECKS.
     """
 
     def __init__(
-        self, pack: Pack, layer: int, pool: ThreadPoolExecutor, direct: bool = False
+        self,
+        pack: Pack,
+        layer: int,
+        pool: ThreadPoolExecutor,
+        direct: bool = False,
+        check: str = "first",
     ) -> None:
         self.module: ExpertModule = pack.manifest.modules[layer]
         self.layer = layer
         self._path = pack.expert_file(self.module)
+        self._remedy = repair_command(pack)
         self._pool = pool
+        # By expert, whether its next read is checked. Two threads never read one expert at a time.
+        self._is_due = bytearray([check != "never"]) * self.module.n_experts
+        self._stays_due = check == "always"
         self._fd = -1
         try:
             self._fd, self.is_direct = _open(self._path, direct)
@@ -82,7 +103,40 @@ class RecordReader:
             wait_for(futures)
 
     def read(self, expert: int, row: list[memoryview]) -> None:
-        """Read one record. Raises FormatError naming layer, expert and file."""
+        """Read one record and check it where that is due; a wrong one is read once more.
+
+        Raises FormatError naming layer, expert and file.
+        """
+        self._read(expert, row)
+        if not self._is_due[expert]:
+            return
+        if not self._is_right(expert, row):
+            self._forget(expert)
+            self._read(expert, row)
+            if not self._is_right(expert, row):
+                raise FormatError(
+                    f"layer {self.layer} expert {expert}: {self._path}: the record, read twice, "
+                    f"differs from its digest; {self._remedy}"
+                )
+        self._is_due[expert] = self._stays_due
+
+    def _is_right(self, expert: int, row: list[memoryview]) -> bool:
+        """Whether a slot holds the bytes that the manifest has the digest of."""
+        digest = xxhash.xxh3_128()
+        for view in row:
+            digest.update(view)
+        return digest.digest() == self.module.digest(expert)
+
+    def _forget(self, expert: int) -> None:
+        """Have the page cache drop a record, where it can be told to: the next read is the disk's.
+
+        A part that is being written, or mapped by someone, stays.
+        """
+        if sys.platform != "darwin" and not self.is_direct:
+            stride = self.module.stride
+            os.posix_fadvise(self._fd, expert * stride, stride, os.POSIX_FADV_DONTNEED)
+
+    def _read(self, expert: int, row: list[memoryview]) -> None:
         if self.is_direct and sys.platform == "linux":
             view = _aligned_buffer(self.module.stride)
             self._fill([view], expert, len(view))
@@ -105,7 +159,7 @@ class RecordReader:
                 if n <= 0:
                     raise FormatError(
                         f"layer {self.layer} expert {expert}: {self._path} ends at byte "
-                        f"{offset + done:,}, wanted {offset + wanted:,}; convert again"
+                        f"{offset + done:,}, wanted {offset + wanted:,}; {self._remedy}"
                     )
                 done += n
         except OSError as error:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from moepack.formats.digests import digest_bytes
+from moepack.formats.errors import FormatError
 from moepack.formats.manifest import SharedTensor
 from moepack.formats.pack import Pack
 from moepack.runtime.banks import MLX_DTYPES
+from moepack.runtime.reading import repair_command
 
 __all__ = ["SharedWeights", "load_shared"]
 
@@ -29,8 +32,11 @@ class SharedWeights:
     copied_nbytes: int
 
 
-def load_shared(pack: Pack) -> SharedWeights:
-    """All shared tensors of a pack as evaluated arrays."""
+def load_shared(pack: Pack, check: bool = True) -> SharedWeights:
+    """All shared tensors of a pack as evaluated arrays, their digests compared if `check`.
+
+    Raises FormatError naming a tensor that differs from its digest.
+    """
     arrays: dict[str, mx.array] = {}
     adopted = copied = 0
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -40,6 +46,11 @@ def load_shared(pack: Pack) -> SharedWeights:
         # Private (copy on write), since NumPy exports only writable memory through DLPack.
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for tensor in pack.manifest.shared:
+        if check and not _is_right(mapping, tensor):
+            raise FormatError(
+                f"{pack.shared_file}: shared tensor {tensor.name} differs from its digest; "
+                f"{repair_command(pack)}"
+            )
         raw = _adopt(mapping, tensor) if can_adopt(on_gpu, tensor.nbytes) else None
         if raw is not None:
             adopted += tensor.nbytes
@@ -48,6 +59,12 @@ def load_shared(pack: Pack) -> SharedWeights:
             copied += tensor.nbytes
         arrays[tensor.name] = _typed(raw, tensor)
     return SharedWeights(arrays, adopted, copied)
+
+
+def _is_right(mapping: mmap.mmap, tensor: SharedTensor) -> bool:
+    """Whether the mapping has the bytes that the manifest has the digest of. Copies nothing."""
+    with memoryview(mapping) as view:
+        return digest_bytes(view[tensor.offset : tensor.offset + tensor.nbytes]) == tensor.digest
 
 
 def can_adopt(on_gpu: bool, nbytes: int) -> bool:

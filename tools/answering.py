@@ -160,6 +160,7 @@ def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory(),
         "planned_memory_bytes": engine.plan.total,
         "mode": "streamed" if engine.layers else "resident",
+        "lossy_top_k": engine.lossy_top_k,
         "experts": {
             "reads": "past the page cache" if engine.reads_past_page_cache else "page cache",
             "slots_per_layer": max(engine.plan.slots_per_layer),

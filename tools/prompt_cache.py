@@ -89,6 +89,7 @@ def _binding(engine: Engine, sampling: Sampling, adapter_path: Path | None) -> d
         "--adapter-path": adapter,
         "--max-kv-size": str(sampling.max_kv_size),
         "--kv-bits": str(sampling.kv_bits),
+        "--lossy-top-k": str(engine.lossy_top_k),
     }
 
 

@@ -79,6 +79,18 @@ __all__ = ["command"]
     show_default=True,
     help="Begin with the experts that the last run used most.",
 )
+@click.option(
+    "--check",
+    type=click.Choice(["first", "always", "never"]),
+    default="first",
+    show_default=True,
+    help="Which reads of an expert are compared with its digest.",
+)
+@click.option(
+    "--lossy-top-k",
+    type=click.IntRange(1),
+    help="Fewer experts a token than the model was trained with: other answers, fewer reads.",
+)
 @memory_option
 @expert_cache_option
 @json_option
@@ -103,6 +115,8 @@ def command(
     adapter_path: Path | None,
     trace: Path | None,
     warm_start: bool,
+    lossy_top_k: int | None,
+    check: str,
     memory: int | str,
     expert_cache: int | str,
     as_json: bool,
@@ -174,8 +188,12 @@ def command(
         max_kv_size=max_kv_size,
         kv_bits=sampling.kv_bits,
         keep_streaming=trace is not None,
+        lossy_top_k=lossy_top_k,
+        check=check,
     )
     load_s = time.perf_counter() - started
+    if lossy_top_k is not None:
+        note(f"lossy: {lossy_top_k} experts a token, fewer than the model was trained with")
     if engine.is_widened:
         note(WIDENED)
     if not use_template and not ignore_chat_template:

@@ -1,6 +1,7 @@
 """From a pack to a model: what is refused, what is planned, what is resident."""
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -334,6 +335,29 @@ def test_size_that_is_none_is_refused_naming_the_option(
     sizes: dict[str, Any] = {option: value}
     with pytest.raises(SourceError, match=f"{option}: .* is not a size; write it as 8GB"):
         load_engine(q4_pack, **sizes)
+
+
+@pytest.mark.parametrize("expert_cache", ["floor", "all"])
+def test_fewer_experts_a_token_are_what_mlx_lm_gives_with_such_a_config(
+    q4_pack: Path, q4_source: Path, tmp_path: Path, expert_cache: str
+) -> None:
+    """Chosen and weighed by the model's own router."""
+    source = Path(shutil.copytree(q4_source, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    theirs, _ = mlx_lm.utils.load_model(source)
+    engine = load_engine(q4_pack, expert_cache=expert_cache, lossy_top_k=2)
+    if expert_cache == "floor":
+        assert engine.plan.slots_per_layer == (2, 2)
+    tokens = random_tokens(40)
+    wanted = run_prompt(theirs, tokens, n_decoded=8)
+    assert mx.array_equal(run_prompt(engine.model, tokens, n_decoded=8), wanted)
+
+
+def test_more_experts_a_token_than_the_model_picks_are_refused(q4_pack: Path) -> None:
+    """It would be no less, and not what was asked."""
+    with pytest.raises(SourceError, match=r"--lossy-top-k 5: the routers of this model pick 4"):
+        load_engine(q4_pack, lossy_top_k=5)
 
 
 def test_load_gives_the_pair_that_mlx_lm_gives(q4_pack: Path, q4_source: Path) -> None:
