@@ -17,7 +17,19 @@ from moepack.tools.startup import open_files_problem
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("plan", "convert", "run", "verify", "inspect", "unpack", "bench", "replay", "demo")
+COMMANDS = (
+    "plan",
+    "convert",
+    "run",
+    "serve",
+    "verify",
+    "repair",
+    "inspect",
+    "unpack",
+    "bench",
+    "replay",
+    "demo",
+)
 
 
 class CommandGroup(click.Group):

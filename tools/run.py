@@ -150,8 +150,6 @@ def command(
     for file in (prompt_cache_file, trace):
         if file is not None:
             check_save_path(file)
-    if seed is not None:
-        mx.random.seed(seed)
     sampling = Sampling(
         max_tokens=max_tokens,
         temp=temp,
@@ -192,6 +190,8 @@ def command(
         check=check,
     )
     load_s = time.perf_counter() - started
+    if seed is not None:  # now, as loading uses random numbers too
+        mx.random.seed(seed)
     if lossy_top_k is not None:
         note(f"lossy: {lossy_top_k} experts a token, fewer than the model was trained with")
     if engine.is_widened:

@@ -1,0 +1,200 @@
+"""`moepack serve`: an OpenAI-compatible server for one pack."""
+
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moepack.formats.errors import SourceError
+from moepack.tools.options import (
+    Name,
+    Size,
+    debug_option,
+    expert_cache_option,
+    memory_option,
+)
+from moepack.tools.reporting import WIDENED, note
+
+if TYPE_CHECKING:
+    from moepack.runtime.loading import Engine
+    from moepack.tools.serving.generation import Generation
+
+__all__ = ["command"]
+
+REQUIRED = ("starlette", "uvicorn", "prometheus_client", "pydantic")
+HTTP_STOP_S = 2  # for connections to close
+STOP_S = 4.0  # for everything
+
+
+@click.command("serve")
+@click.argument("pack", type=Name())
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: any free."
+)
+@click.option(
+    "--api-key",
+    envvar="MOEPACK_API_KEY",
+    metavar="KEY",
+    help="Clients must send it; better given as MOEPACK_API_KEY, which other users cannot see.",
+)
+@click.option(
+    "--insecure", is_flag=True, help="Listen on other than this machine's addresses without a key."
+)
+@click.option(
+    "--context",
+    type=click.IntRange(2),
+    default=4096,
+    show_default=True,
+    help="Tokens of a prompt and its answer that memory is planned for.",
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; more are refused.",
+)
+@click.option("--max-body", type=Size(), default="8MB", show_default=True, help="Of a request.")
+@memory_option
+@expert_cache_option
+@debug_option
+def command(
+    pack: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    insecure: bool,
+    context: int,
+    max_queue: int,
+    max_body: int,
+    memory: int | str,
+    expert_cache: int | str,
+) -> None:
+    """Serve a pack over HTTP, as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
+
+    Also /health and /metrics. Requests are answered one after the other, in the order they came,
+    greedily unless they ask otherwise. SIGTERM and Ctrl-C end the server with exit code 0.
+    """
+    missing = [name for name in REQUIRED if find_spec(name) is None]
+    if missing:
+        raise SourceError(
+            f"serve needs {', '.join(missing)}, not installed; pip install 'moepack[serve]'"
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.strip()):
+        raise click.BadParameter("some ASCII characters", param_hint="--api-key")
+    listener = _listen(host, port, has_key=api_key is not None, is_insecure=insecure)
+    try:
+        _serve(
+            listener,
+            pack,
+            key=api_key,
+            context=context,
+            max_queue=max_queue,
+            max_body=max_body,
+            memory=memory,
+            expert_cache=expert_cache,
+        )
+    finally:
+        listener.close()
+
+
+def _listen(host: str, port: int, *, has_key: bool, is_insecure: bool) -> socket.socket:
+    """A bound socket. Raises SourceError, and UsageError for an address not safe to bind."""
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise SourceError(f"--host {host}: {error.strerror}") from error
+    family, _, _, _, address = found[0]
+    is_local = ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback
+    if not (is_local or has_key or is_insecure):
+        raise click.UsageError(
+            f"--host {host} can be reached from other machines; give --api-key, or --insecure"
+        )
+    try:
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise SourceError(f"{host}, port {port}: {error.strerror}") from error
+
+
+def _serve(
+    listener: socket.socket,
+    pack: str,
+    *,
+    key: str | None,
+    context: int,
+    max_queue: int,
+    max_body: int,
+    memory: int | str,
+    expert_cache: int | str,
+) -> None:
+    """Answer requests until a signal. Raises what loading the pack raises."""
+    import uvicorn
+
+    from moepack.runtime.loading import load_engine, read_config
+    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.tools.packs import open_pack
+    from moepack.tools.serving.app import Service, make_app
+    from moepack.tools.serving.generation import Generation
+    from moepack.tools.serving.worker import Worker
+
+    opened = open_pack(pack)
+    tokenizer = load_tokenizer(opened.path, read_config(opened))
+    told, tell = os.pipe()
+
+    def wake(*_: Any) -> None:
+        os.write(tell, b"!")
+
+    def load() -> "tuple[Engine, Generation]":
+        started = time.perf_counter()
+        engine = load_engine(opened, memory=memory, expert_cache=expert_cache, context=context)
+        if engine.is_widened:
+            note(WIDENED)
+        note(f"loaded in {time.perf_counter() - started:.1f} s")
+        return engine, Generation(engine, tokenizer, context)
+
+    worker = Worker(load, max_queue, wake)
+    name = opened.path.resolve().name.removesuffix(".moepack")
+    app = make_app(Service(worker, tokenizer, name, context, max_body, key))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=HTTP_STOP_S,
+        )
+    )
+    # On a thread of its own, it leaves signals to this one, which does nothing but wait for them.
+    http = threading.Thread(target=server.run, args=([listener],), name="moepack-http", daemon=True)
+    before = {number: signal.signal(number, wake) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        http.start()
+        worker.start()
+        host, port = listener.getsockname()[:2]
+        note(f"{name}: http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        os.read(told, 1)
+        ends = time.monotonic() + STOP_S
+        server.should_exit = True
+        worker.close()
+        http.join(ends - time.monotonic())
+        has_ended = worker.join(max(0.0, ends - time.monotonic()))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if worker.failure is not None:
+        raise worker.failure
+    note("stopped")
+    if not has_ended:  # inside a load or a chunk of a prompt that nothing can interrupt
+        sys.stdout.flush()
+        os._exit(0)

@@ -1,0 +1,1 @@
+"""The server of `moepack serve`: an OpenAI-compatible API over one loaded pack."""
