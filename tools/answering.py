@@ -64,9 +64,10 @@ def _after(cached: list[int] | None, processor: Processor) -> Processor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What mlx-lm reported when the answer ended."""
+    """What mlx-lm reported when the answer ended. `tokens` are those said, the last one too."""
 
     text: str
+    tokens: list[int]
     finish_reason: str
     n_prompt_tokens: int
     n_tokens: int
@@ -121,6 +122,7 @@ def answer(
     The prompt cache among them, if any, holds the first `n_cached` of `tokens`.
     """
     pieces: list[str] = []
+    said: list[int] = []
     last = None
     for last in stream_generate(
         engine.model,
@@ -130,12 +132,14 @@ def answer(
         **sampling.generate_options(engine.vocabulary, tokens[:n_cached]),
         **options,
     ):
+        said.append(last.token)
         if last.text:
             show(last.text)
             pieces.append(last.text)
     assert last is not None  # stream_generate ends with a response of its own
     return Answer(
         text="".join(pieces),
+        tokens=said,
         finish_reason=last.finish_reason or "length",
         n_prompt_tokens=last.prompt_tokens,
         n_tokens=last.generation_tokens,

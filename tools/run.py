@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from moepack.runtime.loading import Engine
     from moepack.tools.answering import Sampling
+    from moepack.tools.prefixes import Prefixes
 
 __all__ = ["command"]
 
@@ -145,6 +146,7 @@ def command(
     from moepack.runtime.tokenizer import load_tokenizer
     from moepack.tools.answering import Sampling, prompt_tokens
     from moepack.tools.packs import open_pack
+    from moepack.tools.prefixes import Prefixes
 
     interrupts_unwind()
     for file in (prompt_cache_file, trace):
@@ -199,12 +201,16 @@ def command(
     if not use_template and not ignore_chat_template:
         note("no chat template in the pack: the raw prompt is sent")
 
+    # A conversation's KV cache is kept from turn to turn.
+    prefixes = Prefixes(engine.plan.kv) if prompt is None and prompt_cache_file is None else None
+
     def ask(tokens: list[int]) -> str:
         return _ask(
             engine,
             tokenizer,
             tokens,
             sampling,
+            prefixes=prefixes,
             cache_file=prompt_cache_file,
             adapter_path=adapter_path,
             load_s=load_s,
@@ -247,17 +253,23 @@ def _ask(
     tokens: list[int],
     sampling: "Sampling",
     *,
+    prefixes: "Prefixes | None",
     cache_file: Path | None,
     adapter_path: Path | None,
     load_s: float,
     as_json: bool,
 ) -> str:
+    from mlx_lm.models.cache import make_prompt_cache
+
     from moepack.tools import answering
     from moepack.tools.prompt_cache import open_prompt_cache
 
     options: dict[str, Any] = {}
     n_cached = 0
-    if cache_file is not None:
+    if prefixes is not None:
+        kept, n_cached = prefixes.take(tokens)
+        options["prompt_cache"] = kept or make_prompt_cache(engine.model, sampling.max_kv_size)
+    elif cache_file is not None:
         options, n_cached = open_prompt_cache(
             cache_file, engine, tokens, sampling, adapter_path, note
         )
@@ -269,6 +281,9 @@ def _ask(
     result = answering.answer(
         engine, tokenizer, tokens, sampling, show, n_cached=n_cached, **options
     )
+    if prefixes is not None:
+        # By the time a token is given, mlx-lm has run it already: the cache holds it.
+        prefixes.put([*tokens, *result.tokens], len(tokens), options["prompt_cache"])
     figures = answering.statistics(engine, result, load_s)
     if as_json:
         click.echo(answering.as_json(figures))

@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +245,40 @@ def test_a_prompt_cache_file_of_another_ending_is_refused_and_nothing_written(
     arguments = ["run", str(q4_pack), "-p", tiny_models.text_of(SHORT), "-m", "2"]
     assert main([*arguments, "--prompt-cache-file", str(tmp_path / "model")]) == 2
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_conversation_reads_only_what_is_new_and_says_what_it_would_say_alone(
+    q4_pack: Path, q4_source: Path, tmp_path: Path
+) -> None:
+    """Two lines typed on a terminal; the second prompt holds the first answer."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    source = tmp_path / "source"
+    shutil.copytree(q4_source, source)
+    (source / "chat_template.jinja").write_text(template)
+    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
+    model, tokenizer, *_ = mlx_load(str(source))
+    first = tiny_models.greedy_text(model, tokenizer, SHORT)
+    said = [tiny_models.CHARACTERS.index(character) for character in first]
+    second = tiny_models.greedy_text(model, tokenizer, [*SHORT, *said, 7, 8])
+
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moepack.tools", "run", str(tmp_path / "p"), "-m", "16"],
+        stdin=child,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = f"{tiny_models.text_of(SHORT)}\n{tiny_models.text_of([7, 8])}\n\x04"
+    os.write(parent, lines.encode())
+    out, err = process.communicate(timeout=120)
+    os.close(parent)
+    os.close(child)
+    assert process.returncode == 0, err
+    assert first in out
+    assert second in out
+    # The prompt of the second turn is the first one's, its answer, and two tokens: those two run.
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("prompt ")] == [
+        "4",
+        "2",
+    ]

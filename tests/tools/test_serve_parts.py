@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moepack.tools.answering import Sampling
+from moepack.tools.prefixes import Prefixes
 from moepack.tools.serving.app import events
 from moepack.tools.serving.errors import ApiError
 from moepack.tools.serving.generation import Finished, Job
 from moepack.tools.serving.parsing import ChatParser, merged
-from moepack.tools.serving.prefixes import Prefixes
 from moepack.tools.serving.stops import StopFinder
 from moepack.tools.serving.worker import Worker
 

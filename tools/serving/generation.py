@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.runtime.loading import Engine
 from moepack.tools.answering import Sampling
+from moepack.tools.prefixes import Prefixes, cache_nbytes
 from moepack.tools.serving.errors import ApiError
-from moepack.tools.serving.prefixes import Prefixes, cache_nbytes
 from moepack.tools.serving.stops import StopFinder
 
 __all__ = ["Event", "Finished", "Generation", "Job", "Totals"]
