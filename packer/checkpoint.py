@@ -32,7 +32,16 @@ from moepack.packer.source import SourceFolder
 from moepack.packer.stacking import stack_experts
 from moepack.packer.tensors import MLX_DTYPE_NAMES, CopiedTensor, DerivedTensor, TensorBytes
 
-__all__ = ["Checkpoint", "ConvertOptions", "ExpertTensors", "load_source_model", "understand"]
+__all__ = [
+    "Checkpoint",
+    "ConvertOptions",
+    "ExpertTensors",
+    "find_expert_modules",
+    "load_source_lazily",
+    "load_source_model",
+    "understand",
+    "understand_model",
+]
 
 TOWER_CONFIGS = ("vision_config", "audio_config")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -91,6 +100,11 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
 
     Raises SourceError: not loadable by mlx-lm, a tensor missing or left over, no expert module.
     """
+    return understand_model(source, options)[1]
+
+
+def understand_model(source: SourceFolder, options: ConvertOptions) -> tuple[nn.Module, Checkpoint]:
+    """As `understand`, with the model whose lazy parameters the checkpoint's tensors are."""
     model, config, loaded = _load_lazily(source, options)
     modules = find_expert_modules(model)
     if not modules:
@@ -133,7 +147,7 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
         for path, q in _quantization_below(model).items()
         if not path.startswith(expert_paths)
     }
-    return Checkpoint(
+    checkpoint = Checkpoint(
         modules=tuple(experts),
         shared={n: locate(n) for n in sorted(parameters, key=natural_key)},
         quantization=quantization,
@@ -143,6 +157,7 @@ def understand(source: SourceFolder, options: ConvertOptions) -> Checkpoint:
         restorable=frozenset(shard.name for shard in source.shards)
         - {t.path.name for name, t in source.tensors.items() if name not in copied},
     )
+    return model, checkpoint
 
 
 def _changed_config(
@@ -163,9 +178,17 @@ def load_source_model(
     source: SourceFolder, options: ConvertOptions
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model that a pack made with these options must equal, by mlx-lm, fully loaded."""
-    model, config, _ = _load_lazily(source, options)
-    mx.eval(model.parameters())
+    # Without the arrays as read, which would hold all that derived parameters are made of.
+    model, config = _load_lazily(source, options)[:2]
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    for array in parameters.values():
+        mx.eval(array)
     return model, config
+
+
+def load_source_lazily(source: SourceFolder, options: ConvertOptions) -> nn.Module:
+    """The same model, nothing of it evaluated."""
+    return _load_lazily(source, options)[0]
 
 
 def find_expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

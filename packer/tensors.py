@@ -5,7 +5,7 @@ row for a copied tensor and one tensor for a derived one.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -71,6 +71,19 @@ class CopiedTensor:
                 row = buffer[: min(row_nbytes, nbytes - done)]
                 read_range(fd, row, offset + done, path)
                 yield row
+        finally:
+            os.close(fd)
+
+    def read_rows(self, numbers: Sequence[int], rows: Iterable[memoryview]) -> None:
+        """Fill each of `rows` with one row of the first dimension, that of the same place's number.
+
+        May be called any number of times. Raises SourceError when the shard ends early.
+        """
+        path, row_nbytes = self._source.path, self._source.nbytes // self.shape[0]
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            for number, row in zip(numbers, rows, strict=True):
+                read_range(fd, row, self._source.offset + number * row_nbytes, path)
         finally:
             os.close(fd)
 

@@ -14,9 +14,22 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-__all__ = ["LogitsComparison", "compare_logits", "logits_by_position"]
+from moepack.formats.digests import digest_bytes
 
-CHUNK_TOKENS = 128  # bounds the logits held at a time: 128 x 150,000 float32 are 77 MB
+__all__ = [
+    "LogitsComparison",
+    "chunk_choices",
+    "compare_logits",
+    "first_difference",
+    "logits_by_position",
+    "logits_nbytes",
+    "position_digests",
+]
+
+CHUNK_TOKENS = (128, 64, 32, 16, 8)  # of a prompt, a call: the fewer, the less memory
+# Logits of a chunk that are held at once: of both models, and what the head makes them of.
+LOGITS_COPIES = 4
+LOGITS_SHARE = 4  # the share of the memory left that they may take is one in so many
 
 
 @dataclass(slots=True)
@@ -43,8 +56,8 @@ class LogitsComparison:
 
     def add(self, packed: mx.array, original: mx.array) -> None:
         """Take in logits `(positions, vocabulary)` of both for the next positions."""
-        a, b = (np.array(logits.astype(mx.float32)) for logits in (packed, original))
-        for row_a, row_b in zip(a, b, strict=True):
+        for a, b in zip(packed, original, strict=True):
+            row_a, row_b = _row(a), _row(b)
             if row_a.tobytes() == row_b.tobytes():
                 self.identical += 1
             else:
@@ -56,26 +69,64 @@ class LogitsComparison:
             self.positions += 1
 
 
-def compare_logits(packed: nn.Module, original: nn.Module, tokens: list[int]) -> LogitsComparison:
+def logits_nbytes(chunk: int, vocabulary: int) -> int:
+    """Bytes that the logits of `chunk` positions take while they are compared."""
+    return LOGITS_COPIES * chunk * vocabulary * mx.float32.size
+
+
+def chunk_choices(room: int, vocabulary: int, most: int) -> list[int]:
+    """Positions a call, most first, no more than `most`: logits leave the most of `room` bytes."""
+    fitting = [c for c in CHUNK_TOKENS if logits_nbytes(c, vocabulary) <= room // LOGITS_SHARE]
+    return sorted({min(chunk, most) for chunk in fitting or CHUNK_TOKENS[-1:]}, reverse=True)
+
+
+def compare_logits(
+    packed: nn.Module, original: nn.Module, tokens: list[int], chunk: int = CHUNK_TOKENS[0]
+) -> LogitsComparison:
     """Run both models over `tokens` and compare what they say at every position."""
     result = LogitsComparison()
     pairs = zip(
-        logits_by_position(packed, tokens), logits_by_position(original, tokens), strict=True
+        logits_by_position(packed, tokens, chunk),
+        logits_by_position(original, tokens, chunk),
+        strict=True,
     )
     for a, b in pairs:
         result.add(a, b)
     return result
 
 
-def logits_by_position(model: nn.Module, tokens: list[int]) -> Iterator[mx.array]:
+def position_digests(
+    model: nn.Module, tokens: list[int], chunk: int = CHUNK_TOKENS[0]
+) -> list[bytes]:
+    """For each position, the digest of its logits' bits: a run to compare with another later."""
+    return [
+        digest_bytes(_row(row).tobytes())
+        for logits in logits_by_position(model, tokens, chunk)
+        for row in logits
+    ]
+
+
+def first_difference(a: list[bytes], b: list[bytes]) -> int | None:
+    """The first position at which two runs over the same tokens differ; None when none does."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), None)
+
+
+def logits_by_position(
+    model: nn.Module, tokens: list[int], chunk: int = CHUNK_TOKENS[0]
+) -> Iterator[mx.array]:
     """Logits `(positions, vocabulary)` for the next positions, evaluated, until all are done."""
     cache = make_prompt_cache(model)
     half = len(tokens) // 2
-    bounds = [*range(0, half, CHUNK_TOKENS), *range(half, len(tokens) + 1)]
+    bounds = [*range(0, half, chunk), *range(half, len(tokens) + 1)]
     for start, end in pairwise(bounds):
         logits = model(mx.array([tokens[start:end]]), cache=cache)[0]
         mx.eval(logits, [entry.state for entry in cache])
         yield logits
+
+
+def _row(logits: mx.array) -> "np.ndarray[Any, Any]":
+    """One position's logits as float32, which holds those of any type."""
+    return np.array(logits.astype(mx.float32))
 
 
 def _largest_difference(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]") -> float:
