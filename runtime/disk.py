@@ -26,7 +26,7 @@ from threading import Lock
 from typing import Any
 
 from moepack.formats.errors import SourceError
-from moepack.runtime.reading import wait_for
+from moepack.runtime.reading import F_NOCACHE, wait_for
 from moepack.runtime.user_cache import cache_folder, write_whole
 
 __all__ = ["DiskFigures", "probe_disk"]
@@ -42,8 +42,7 @@ MAX_CACHED_NBYTES = 64 * 2**20
 MAX_WARM_NBYTES = 32 * 2**20
 SLICE_S = 0.15  # seconds for one figure; a read begun is waited for
 ENOUGH = 0.95  # of the best figure: more workers than reach it are not worth having
-# macOS's fcntl.h; Python has the name there only.
-F_NOCACHE = int(getattr(fcntl, "F_NOCACHE", 48))
+# Of Linux; Python has the name there only.
 O_DIRECT = int(getattr(os, "O_DIRECT", 0))
 
 Read = Callable[[int, mmap.mmap], None]  # a block at this offset, into this memory

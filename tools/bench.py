@@ -1,4 +1,4 @@
-"""`moepack bench`: how fast a pack decodes, against the same model fully loaded.
+"""`moepack bench`: how fast a pack decodes, reads prompts, reads its disk and loads.
 
 Arms take turns in one process, since other work on the machine comes and goes: only their ratios
 mean much. Tokens are forced, drawn at random: greedy decoding of random weights falls into loops
@@ -6,31 +6,42 @@ that flatter every cache.
 """
 
 import json
+import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from moepack.formats.sizes import format_size
 from moepack.tools.options import Name, debug_option, json_option, memory_option
-from moepack.tools.reporting import note
+from moepack.tools.reporting import note, peak_memory
 from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-    import mlx.nn as nn
+    import numpy as np
 
-__all__ = ["command", "decode_seconds"]
+    from moepack.formats.pack import Pack
+    from moepack.runtime.counters import Counters
+    from moepack.tools.bench_arms import Arm
+
+__all__ = ["command", "lines_of"]
+
+PROMPT_ARMS = ("mlx-lm", "resident", "quarter")
+MOST_KEPT = 0.02  # of files that were dropped from the page cache: above this they were not
 
 
 @click.command("bench")
 @click.argument("pack", type=Name())
 @click.option(
-    "--source", type=Name(), help="Its checkpoint: adds an arm loaded by mlx-lm from there."
+    "--source", type=Name(), help="Its checkpoint: adds arms loaded by mlx-lm from there."
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=16, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(8), default=256, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @memory_option
 @json_option
@@ -40,107 +51,370 @@ def command(
     source: str | None,
     rounds: int,
     tokens: int,
+    prompt_tokens: int,
     seed: int,
     memory: int | str,
     as_json: bool,
 ) -> None:
-    """Measure decoding, arms interleaved.
+    """Measure decoding, prompts, reads and loading, arms interleaved.
 
-    Arms: resident (every expert in memory, mlx-lm's own path), all-hits (every expert cached, but
-    streamed), quarter (a quarter of the experts cached, files warm); with --source also mlx-lm.
+    Decoding: resident (every expert in memory, mlx-lm's own path), all-hits (every expert cached,
+    but streamed), quarter and floor (a quarter of the experts cached, or top-k a layer; files in
+    the page cache), these two cold (files dropped from it before each token; Linux alone), and
+    with --source mlx-lm. Prompts: resident, quarter and mlx-lm. Reads: what floor-cold got from
+    the disk against as many reads of records alone. Loading: the floor engine against reading
+    shared.bin once. Arms that do not fit into --memory together are left out, and named.
     """
     import numpy as np
 
-    from moepack.runtime.loading import load_engine
+    from moepack.runtime.loading import DEFAULT_CONTEXT, measure_needs
+    from moepack.runtime.machine import available_memory, resident_memory
+    from moepack.runtime.memory import plan_memory
+    from moepack.tools import bench_arms
     from moepack.tools.packs import open_pack
 
     interrupts_unwind()
     opened = open_pack(pack)
-    whole = opened.manifest.expert_nbytes
-    engines = {
-        "resident": load_engine(opened, memory=memory, expert_cache="all"),
-        "all-hits": load_engine(opened, memory=memory, expert_cache="all", keep_streaming=True),
-        "quarter": load_engine(opened, memory=memory, expert_cache=-(-whole // 4)),
-    }
-    models = {name: engine.model for name, engine in engines.items()}
-    if source is not None:
-        import mlx_lm.utils
+    manifest = opened.manifest
+    folder = _source_folder(source, opened) if source is not None else None
+    source_nbytes = sum(s.nbytes for s in manifest.source.shards) if folder is not None else None
+    context = max(DEFAULT_CONTEXT, prompt_tokens + tokens)
+    needs = measure_needs(opened, context)
+    free = available_memory()
+    stated = memory if isinstance(memory, int) else None
+    # Refuses what not even the smallest engine fits into, naming what works.
+    plan_memory(manifest.modules, needs, available=free, memory=stated, expert_cache=None)
+    problem = cold_problem([opened.expert_file(module) for module in manifest.modules])
+    bound = free if stated is None else stated
+    fit = bench_arms.fit_arms(manifest, needs, bound, source_nbytes, problem)
+    for name, reason in fit.left_out.items():
+        note(f"{name} is left out: {reason}")
+    arms = []
+    for name, plan in fit.plans.items():
+        note(f"loading {name}")
+        arms.append(bench_arms.load_arm(name, opened, plan, context, folder))
 
-        from moepack.packer.source import find_folder
-
-        folder = find_folder(source)[0]
-        for shard in opened.manifest.source.shards:
-            path = folder / shard.name
-            if not path.is_file() or path.stat().st_size != shard.nbytes:
-                raise click.UsageError(f"--source: {path} is not the pack's source")
-        models["mlx-lm"], _ = mlx_lm.utils.load_model(folder)
-    for layer in engines["all-hits"].layers:
-        layer.preload(range(layer.n_experts))
+    can_warm = manifest.expert_nbytes < available_memory() - resident_memory()
     rng = np.random.default_rng(seed)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for round_ in range(rounds + 1):  # the first warms up
-        forced = rng.integers(0, engines["resident"].vocabulary, tokens).tolist()
-        for name, model in models.items():
-            elapsed = decode_seconds(model, forced)
-            if round_ > 0:
-                seconds[name].append(elapsed)
-        note(f"round {round_} of {rounds}")
-    base = "mlx-lm" if source is not None else "resident"
-    figures: dict[str, Any] = {
-        "tokens": tokens,
+    decoding = Decoding(opened, arms, can_warm)
+    decoding.run(rounds, tokens, rng)
+    figures = {
+        "pack": str(opened.path),
+        "machine": machine_facts(free),
         "rounds": rounds,
-        "base": base,
-        "arms": {
-            name: {
-                "tokens_per_second": tokens / statistics.median(times),
-                "ratio": statistics.median(
-                    b / t for b, t in zip(seconds[base], times, strict=True)
-                ),
-            }
-            for name, times in seconds.items()
-        },
+        "tokens": tokens,
+        "prompt_tokens": prompt_tokens,
+        "seed": seed,
+        "expert_bytes": manifest.expert_nbytes,
+        "left_out": fit.left_out,
+        "base": arms[0].name,
+        "decode": {arm.name: decoding.figures(arm, arms[0].name) for arm in arms},
+        "prefill": prefill_figures(opened, arms, rounds, prompt_tokens, rng, can_warm),
+        "reads": decoding.reads(fit.left_out.get("floor-cold")),
+        "load": load_figures(opened, rounds, problem or fit.problem_of_another),
+        "peak_memory": peak_memory(),
     }
-    for name in ("all-hits", "quarter"):
-        decode = engines[name].counters()[1]
-        figures["arms"][name] |= {
-            "hit_rate": decode.hit_rate,
-            "bytes_per_token": decode.bytes_read / ((rounds + 1) * tokens),
+    click.echo(json.dumps(figures) if as_json else "\n".join(lines_of(figures)))
+
+
+def _source_folder(source: str, opened: "Pack") -> Path:
+    """The checkpoint that the pack was made of, by its shards' sizes. Raises UsageError."""
+    from moepack.packer.source import find_folder
+
+    folder = find_folder(source)[0]
+    for shard in opened.manifest.source.shards:
+        path = folder / shard.name
+        if not path.is_file() or path.stat().st_size != shard.nbytes:
+            raise click.UsageError(f"--source: {path} is not the pack's source")
+    return folder
+
+
+def cold_problem(files: Sequence[Path]) -> str | None:
+    """Why these files cannot be dropped from the page cache; None when they can, and were."""
+    from moepack.tools.bench_arms import cached_share, drop_pages
+
+    if cached_share(files) is None:
+        return "this system does not let files be dropped from the page cache and say so"
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not on disk yet is not dropped
+    drop_pages(files)
+    kept = cached_share(files)
+    return None if kept is not None and kept <= MOST_KEPT else "the file system keeps files cached"
+
+
+def machine_facts(free: int) -> dict[str, Any]:
+    """What figures depend on; this process may take `free` bytes."""
+    import mlx.core as mx
+
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "cores": len(affinity(0)) if affinity is not None else os.cpu_count(),
+        "device": str(mx.default_device()),
+        "device_name": mx.device_info().get("device_name"),
+        "free_memory": free,
+        **{name: version(name) for name in ("moepack", "mlx", "mlx-lm")},
+    }
+
+
+def median_ratio(base: Sequence[float], own: Sequence[float]) -> float:
+    """How many times `base` is what `own` is, round by round."""
+    return statistics.median(b / o for b, o in zip(base, own, strict=True))
+
+
+class Decoding:
+    """Rounds of decoding: all arms in turn, cold ones last, for they empty the page cache."""
+
+    def __init__(self, opened: "Pack", arms: "Sequence[Arm]", can_warm: bool) -> None:
+        self._opened = opened
+        self._files = [opened.expert_file(module) for module in opened.manifest.modules]
+        self._arms = arms
+        self._can_warm = can_warm
+        self._tokens = 0
+        # By arm, of each round that counts; `_cached` is the share of the files in the page cache.
+        self._seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+        self._counted: dict[str, list[Counters]] = {arm.name: [] for arm in arms}
+        self._cached: dict[str, list[float]] = {arm.name: [] for arm in arms}
+        self._raw: list[float] = []
+
+    def run(self, rounds: int, tokens: int, rng: "np.random.Generator") -> None:
+        """Decode `tokens` forced tokens by every arm, `rounds` times after one to warm up."""
+        from moepack.tools.bench_arms import vocabulary, warm_pages
+
+        self._tokens = tokens
+        warm = [arm for arm in self._arms if not arm.is_cold]
+        cold = [arm for arm in self._arms if arm.is_cold]
+        for round_ in range(rounds + 1):
+            forced = rng.integers(0, vocabulary(self._arms), tokens).tolist()
+            if self._can_warm:
+                warm_pages(self._files)
+            first = round_ % len(warm)
+            for arm in [*warm[first:], *warm[:first], *cold]:
+                self._take_turn(arm, forced, is_counted=round_ > 0)
+            note(f"decoding: round {round_} of {rounds}")
+
+    def _take_turn(self, arm: "Arm", forced: list[int], *, is_counted: bool) -> None:
+        from moepack.tools import bench_arms
+
+        drop = partial(bench_arms.drop_pages, self._files) if arm.is_cold else None
+        if drop is not None:
+            drop()
+        share = bench_arms.cached_share(self._files)
+        before = arm.decode_counters()
+        elapsed = bench_arms.decode_seconds(arm.model, forced, drop)
+        if not is_counted:
+            return
+        counted = bench_arms.since(arm.decode_counters(), before)
+        self._seconds[arm.name].append(elapsed)
+        self._counted[arm.name].append(counted)
+        if share is not None:
+            self._cached[arm.name].append(share)
+        if arm.name == "floor-cold" and counted.misses:
+            rate = bench_arms.raw_read(
+                self._opened,
+                counted.misses,
+                len(forced),
+                len(self._raw),
+                past_page_cache=arm.reads_past_page_cache,
+            )
+            self._raw.append(rate)
+
+    def figures(self, arm: "Arm", base: str) -> dict[str, Any]:
+        """Of one arm. `own_us` is known only where every call found all its experts."""
+        from moepack.runtime.counters import add
+
+        times = self._seconds[arm.name]
+        cached = self._cached[arm.name]
+        figures = {
+            "tokens_per_second": self._tokens / statistics.median(times),
+            "ratio": median_ratio(self._seconds[base], times),
+            "experts": "all in memory",
+            "files": "not read",
+            "files_cached": statistics.median(cached) if cached else None,
         }
-    if as_json:
-        click.echo(json.dumps(figures))
-        return
-    click.echo(f"decode, medians of {rounds} rounds of {tokens} forced tokens, files warm")
-    for name, arm in figures["arms"].items():
-        hits = (
-            f"  hit rate {100 * arm['hit_rate']:.1f} %" if arm.get("hit_rate") is not None else ""
+        if arm.engine is None or not arm.is_streamed:
+            return figures
+        counted = add(self._counted[arm.name])
+        slots = arm.engine.plan.slots_per_layer
+        most = max(module.n_experts for module in self._opened.manifest.modules)
+        return figures | {
+            "experts": f"{max(slots)} of {most} a layer in slots",
+            "files": self._state_of_files(arm) if counted.misses else "not read",
+            "slots_per_layer": list(slots),
+            "hit_rate": counted.hit_rate,
+            "bytes_per_token": counted.bytes_read / (self._tokens * len(times)),
+            "own_us": None if counted.misses else 1e6 * counted.own_s / counted.calls,
+        }
+
+    def _state_of_files(self, arm: "Arm") -> str:
+        if arm.is_cold:
+            return "dropped from the page cache before each token"
+        if arm.reads_past_page_cache:
+            return "read past the page cache"
+        if self._can_warm:
+            return "read into the page cache before each round"
+        return "larger than the page cache, in it as far as they were"
+
+    def reads(self, problem: str | None) -> dict[str, Any]:
+        """What floor-cold got from the disk, against reading alone. Rates in bytes a second.
+
+        `waited_bytes_per_second` is by the time that calls waited for reads: less than reads took
+        where something was computed meanwhile.
+        """
+        from moepack.runtime.counters import add
+        from moepack.runtime.loading import READ_WORKERS
+
+        rounds = self._counted.get("floor-cold", [])
+        if problem is None and len(self._raw) < len(rounds):
+            problem = "floor-cold had nothing to read"
+        if problem is not None:
+            return {"left_out": problem}
+        waited = [counted.bytes_read / max(counted.read_s, 1e-9) for counted in rounds]
+        total = add(rounds)
+        (arm,) = (arm for arm in self._arms if arm.name == "floor-cold")
+        return {
+            "records_per_token": total.misses / (self._tokens * len(rounds)),
+            "record_bytes": total.bytes_read / total.misses,
+            "workers": READ_WORKERS,
+            "past_page_cache": arm.reads_past_page_cache,
+            "raw_bytes_per_second": statistics.median(self._raw),
+            "waited_bytes_per_second": statistics.median(waited),
+            "ratio": median_ratio(waited, self._raw),
+        }
+
+
+def prefill_figures(
+    opened: "Pack",
+    arms: "Sequence[Arm]",
+    rounds: int,
+    n_tokens: int,
+    rng: "np.random.Generator",
+    can_warm: bool,
+) -> dict[str, Any]:
+    """Seconds from a prompt to its first token, and bytes read for it; files warm if they can be.
+
+    `bytes_touched`: of the experts asked for, each once per chunk and layer.
+    """
+    from moepack.tools.bench_arms import prefill_seconds, prompt_nbytes, vocabulary, warm_pages
+
+    chosen = [arm for arm in arms if arm.name in PROMPT_ARMS]
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in chosen}
+    nbytes = {arm.name: [0, 0] for arm in chosen}
+    if can_warm:
+        warm_pages([opened.expert_file(module) for module in opened.manifest.modules])
+    for round_ in range(rounds):
+        prompt = rng.integers(0, vocabulary(arms), n_tokens).tolist()
+        first = round_ % max(len(chosen), 1)
+        for arm in [*chosen[first:], *chosen[:first]]:
+            before = prompt_nbytes(arm)
+            elapsed = prefill_seconds(arm.model, prompt, arm.prefill_step)
+            seconds[arm.name].append(elapsed)
+            after = prompt_nbytes(arm)
+            nbytes[arm.name] = [
+                n + b - a for n, a, b in zip(nbytes[arm.name], before, after, strict=True)
+            ]
+        note(f"prompts: round {round_ + 1} of {rounds}")
+    figures = {}
+    for name, times in seconds.items():
+        (arm,) = (arm for arm in chosen if arm.name == name)
+        figures[name] = {
+            "seconds": statistics.median(times),
+            **{
+                f"of_{other.replace('-', '_')}": median_ratio(seconds[other], times)
+                if other in seconds
+                else None
+                for other in ("resident", "mlx-lm")
+            },
+            "step": arm.prefill_step,
+            "chunks": -(-(n_tokens - 1) // arm.prefill_step),  # mlx-lm gives the last token alone
+            "bytes_read": nbytes[name][0] / rounds if arm.is_streamed else None,
+            "bytes_touched": nbytes[name][1] / rounds if arm.is_streamed else None,
+        }
+    return figures
+
+
+def load_figures(opened: "Pack", rounds: int, problem: str | None) -> dict[str, Any]:
+    """Seconds to load the floor engine, and to read shared.bin once, the pack's files cold."""
+    from moepack.tools.bench_arms import drop_pages, load_seconds, read_seconds
+
+    if problem is not None:
+        return {"left_out": problem}
+    files = [path for path in opened.path.rglob("*") if path.is_file()]
+    loads, reads = [], []
+    for round_ in range(rounds):
+        drop_pages(files)
+        loads.append(load_seconds(opened))
+        drop_pages(files)
+        reads.append(read_seconds([opened.shared_file]))
+        note(f"loading: round {round_ + 1} of {rounds}")
+    return {
+        "seconds": statistics.median(loads),
+        "shared_bytes": opened.manifest.shared_nbytes,
+        "read_seconds": statistics.median(reads),
+        "ratio": median_ratio(loads, reads),
+    }
+
+
+def lines_of(figures: Mapping[str, Any]) -> list[str]:
+    """The figures for a person."""
+    machine = figures["machine"]
+    lines = [
+        f"{machine['cores']} cores, {machine['device_name'] or machine['device']}, "
+        f"{format_size(machine['free_memory'])} free, MLX {machine['mlx']} on "
+        f"{machine['device']}, mlx-lm {machine['mlx-lm']}, moepack {machine['moepack']}",
+        *(f"left out: {name}: {reason}" for name, reason in figures["left_out"].items()),
+        "",
+        f"decoding, medians of {figures['rounds']} rounds of {figures['tokens']} forced tokens",
+        f"{'':13} tokens/s  x {figures['base']:9} hits  read/token  own us  experts; files",
+    ]
+    for name, arm in figures["decode"].items():
+        hits, nbytes, own_us = (arm.get(key) for key in ("hit_rate", "bytes_per_token", "own_us"))
+        files = arm["files"]
+        if files != "not read" and arm["files_cached"] is not None:
+            files += f" ({100 * arm['files_cached']:.0f} % in it at the start)"
+        lines.append(
+            f"{name:13} {arm['tokens_per_second']:8.2f}  {arm['ratio']:11.3f} "
+            f"{'' if hits is None else f'{100 * hits:.1f}%':>6}  "
+            f"{'' if nbytes is None else format_size(round(nbytes)):>10}  "
+            f"{'' if own_us is None else f'{own_us:.1f}':>6}  "
+            f"{arm['experts']}; files {files}"
         )
-        click.echo(
-            f"{name:10} {arm['tokens_per_second']:8.2f} tokens/s  {arm['ratio']:.3f} x {base}{hits}"
+    lines += [
+        "own us: moepack's bookkeeping a layer and token, where every call finds its experts",
+        "",
+        f"prompts of {figures['prompt_tokens']} tokens to the first token, files as for decoding",
+        f"{'':13} seconds  x resident  x mlx-lm  chunks of   read  of experts asked for",
+    ]
+    for name, arm in figures["prefill"].items():
+        ratios = ["" if arm[k] is None else f"{arm[k]:.3f}" for k in ("of_resident", "of_mlx_lm")]
+        line = (
+            f"{name:13} {arm['seconds']:7.2f}  {ratios[0]:>10}  {ratios[1]:>8}  "
+            f"{arm['chunks']:6} {arm['step']:>4}"
         )
-
-
-def decode_seconds(model: "nn.Module", forced: list[int]) -> float:
-    """Seconds to decode one token after another, each forced, by mlx-lm's own generate_step."""
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step
-
-    steps: Iterator[Any] = generate_step(
-        mx.array(forced[:1]), model, max_tokens=len(forced), sampler=_forcing(forced)
-    )
-    started = time.perf_counter()
-    for _ in steps:
-        pass
-    return time.perf_counter() - started
-
-
-def _forcing(tokens: list[int]) -> "Callable[[mx.array], mx.array]":
-    """A sampler that says the given tokens, still depending on what the model computed."""
-    import mlx.core as mx
-
-    remaining = iter([*tokens[1:], *tokens])
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        token: mx.array = mx.depends(mx.array([next(remaining)]), logprobs)
-        return token
-
-    return sampler
+        if arm["bytes_read"] is not None:
+            read, touched = (format_size(round(arm[k])) for k in ("bytes_read", "bytes_touched"))
+            line += f"  {read}  {touched}, each once per chunk and layer"
+        lines.append(line)
+    reads, load = figures["reads"], figures["load"]
+    lines.append("")
+    if "left_out" in reads:
+        lines.append(f"reads: left out: {reads['left_out']}")
+    else:
+        lines += [
+            f"reads, cold, {reads['records_per_token']:.1f} records of "
+            f"{format_size(round(reads['record_bytes']))} a token, {reads['workers']} workers, "
+            f"{'past' if reads['past_page_cache'] else 'through'} the page cache",
+            f"  raw         {format_size(round(reads['raw_bytes_per_second']))}/s",
+            f"  floor-cold  {format_size(round(reads['waited_bytes_per_second']))}/s of the time "
+            f"its calls waited, {reads['ratio']:.3f} x raw",
+        ]
+    if "left_out" in load:
+        lines.append(f"loading: left out: {load['left_out']}")
+    else:
+        lines.append(
+            f"loading, cold: floor engine {load['seconds']:.3f} s; reading shared.bin "
+            f"({format_size(load['shared_bytes'])}) {load['read_seconds']:.3f} s; "
+            f"{load['ratio']:.2f} x"
+        )
+    lines.append(f"peak memory of all arms together {format_size(figures['peak_memory'])}")
+    return lines
