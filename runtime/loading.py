@@ -179,6 +179,7 @@ def load_engine(
     manifest = opened.manifest
     if check != "never":
         _check_copied_files(opened)
+    _check_device(opened)
     memory_nbytes = None if memory == "auto" else _size(memory, "memory")
     cache: int | str | None = expert_cache
     if cache == "auto":
@@ -313,6 +314,15 @@ def _needs(
         score=shape.score_nbytes,
         keeps_buffers=mx.default_device().type == mx.DeviceType.gpu,
     )
+
+
+def _check_device(pack: Pack) -> None:
+    """Raises SourceError for tensors that MLX's CPU backend has no kernel for."""
+    names = [t.name for t in pack.manifest.shared]
+    names += [part.name for m in pack.manifest.modules for part in m.parts]
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if on_cpu and any(name.endswith(".global_scale") for name in names):
+        raise SourceError(f"{pack.path}: nvfp4 with global scales: MLX computes it on a GPU only")
 
 
 def _check_copied_files(pack: Pack) -> None:

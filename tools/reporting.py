@@ -1,9 +1,11 @@
 """What goes to stderr while work goes on: progress on a terminal, notes, and peak memory."""
 
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 from tqdm import tqdm
@@ -36,5 +38,10 @@ def progress(what: str, nbytes: int) -> Iterator[Advance]:
 
 def peak_memory() -> int:
     """The most RAM this process has had so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux: ru_maxrss would count the process that started this one, too
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
