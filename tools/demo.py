@@ -57,7 +57,8 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     from moepack.packer.convert import convert, plan_convert, summary
     from moepack.packer.publishing import check_destination
     from moepack.packer.source import open_source
-    from moepack.runtime.loading import load_engine
+    from moepack.runtime.loading import load_engine, read_config
+    from moepack.runtime.tokenizer import load_tokenizer
     from moepack.tools import answering
     from moepack.tools.verify import compare_bytes, verify_logits
 
@@ -80,15 +81,15 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
 
     started = time.perf_counter()
     quarter = -(-pack.manifest.expert_nbytes // 4)
-    engine = load_engine(pack, expert_cache=quarter)
-    tokenizer = engine.tokenizer()
+    tokenizer = load_tokenizer(pack.path, read_config(pack))
+    tokens = answering.prompt_tokens(
+        tokenizer, [{"role": "user", "content": prompt}], use_template=tokenizer.has_chat_template
+    )
+    engine = load_engine(pack, expert_cache=quarter, context=len(tokens) + max_tokens)
     load_s = time.perf_counter() - started
     slots, n_experts = max(engine.plan.slots_per_layer), pack.manifest.modules[0].n_experts
     note(f"run      {slots} of {n_experts} experts a layer, {format_size(engine.plan.slots)}\n")
     mx.random.seed(SEED)
-    tokens = answering.prompt_tokens(
-        tokenizer, [{"role": "user", "content": prompt}], use_template=tokenizer.has_chat_template
-    )
     click.echo(f"> {prompt}")
     result = answering.answer(
         engine,
