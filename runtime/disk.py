@@ -6,7 +6,6 @@ that are cached already may still come from the cache. The macOS path was writte
 and has not been run by its authors.
 """
 
-import errno
 import fcntl
 import json
 import mmap
@@ -26,14 +25,12 @@ from threading import Lock
 from typing import Any
 
 from moepack.formats.errors import SourceError
-from moepack.runtime.reading import F_NOCACHE, wait_for
+from moepack.runtime.reading import ALIGNMENT, F_NOCACHE, open_direct, wait_for
 from moepack.runtime.user_cache import cache_folder, write_whole
 
 __all__ = ["DiskFigures", "probe_disk"]
 
 WORKERS = (1, 2, 4, 8, 16)
-# O_DIRECT wants offsets, lengths and memory to be multiples of the device's block, at most this.
-ALIGNMENT = 4096
 # Records larger than this are no faster to read; 16 of them are held at once.
 MAX_BLOCK_NBYTES = 4 * 2**20
 # What is read for one figure at most: of the disk, and of the page cache from these few blocks.
@@ -42,8 +39,6 @@ MAX_CACHED_NBYTES = 64 * 2**20
 MAX_WARM_NBYTES = 32 * 2**20
 SLICE_S = 0.15  # seconds for one figure; a read begun is waited for
 ENOUGH = 0.95  # of the best figure: more workers than reach it are not worth having
-# Of Linux; Python has the name there only.
-O_DIRECT = int(getattr(os, "O_DIRECT", 0))
 
 Read = Callable[[int, mmap.mmap], None]  # a block at this offset, into this memory
 
@@ -216,7 +211,7 @@ def _opened(path: Path, *, direct: bool) -> Iterator[tuple[int, str]]:
     """(file descriptor, how reads go around the page cache, or `none`)."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        other = _open_direct(path, flags) if direct else None
+        other = open_direct(path, flags) if direct else None
         fd = os.open(path, flags) if other is None else other
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -230,26 +225,6 @@ def _opened(path: Path, *, direct: bool) -> Iterator[tuple[int, str]]:
         yield fd, method
     finally:
         os.close(fd)
-
-
-def _open_direct(path: Path, flags: int) -> int | None:
-    """The file opened with O_DIRECT and read from; None where that is not to be had."""
-    if not O_DIRECT or sys.platform == "darwin" or path.stat().st_size < ALIGNMENT:
-        return None
-    try:
-        fd = os.open(path, flags | O_DIRECT)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return None
-        raise
-    try:
-        os.preadv(fd, [memoryview(mmap.mmap(-1, ALIGNMENT))], 0)
-    except OSError as error:
-        os.close(fd)
-        if error.errno == errno.EINVAL:
-            return None
-        raise
-    return fd
 
 
 def _rates(read: Read, offsets: Iterator[int], block: int, most: int) -> dict[int, float]:

@@ -15,6 +15,7 @@ import pytest
 
 import moepack.runtime.disk as disk
 from moepack.formats.errors import SourceError
+from moepack.runtime import reading
 from moepack.runtime.disk import (
     ALIGNMENT,
     MAX_BLOCK_NBYTES,
@@ -227,11 +228,11 @@ def refuse(at: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, real_open, real_preadv = set(), os.open, os.preadv
 
     def open_(path: Any, flags: int, *more: Any) -> int:
-        if flags & disk.O_DIRECT and at == "open":
+        if flags & reading.O_DIRECT and at == "open":
             raise OSError(number, os.strerror(number))
         fd = real_open(path, flags, *more)
         opened.discard(fd)
-        if flags & disk.O_DIRECT:
+        if flags & reading.O_DIRECT:
             opened.add(fd)
         return fd
 
@@ -244,7 +245,7 @@ def refuse(at: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", preadv)
 
 
-needs_direct = pytest.mark.skipif(not disk.O_DIRECT, reason="no O_DIRECT here")
+needs_direct = pytest.mark.skipif(not reading.O_DIRECT, reason="no O_DIRECT here")
 
 
 @needs_direct
