@@ -14,7 +14,7 @@ from moepack.formats.errors import SourceError
 from moepack.formats.pack import Pack
 from moepack.formats.progress import Advance, silent
 
-__all__ = ["Mismatch", "check_digests", "digest_bytes", "digest_file", "read_range"]
+__all__ = ["Mismatch", "check_digests", "digest_bytes", "digest_file", "read_range", "wrong_files"]
 
 CHUNK_NBYTES = 4 * 2**20
 
@@ -74,15 +74,21 @@ def read_range(fd: int, view: memoryview, offset: int, path: Path) -> None:
         raise SourceError(f"{path}: read failed at byte {offset + done:,} ({error})") from error
 
 
+def wrong_files(pack: Pack) -> Iterator[str]:
+    """The copied files that differ from their digests: config, tokenizer, template."""
+    for file in pack.manifest.files:
+        if digest_file(pack.path / file.name) != file.digest:
+            yield file.name
+
+
 def check_digests(pack: Pack, advance: Advance = silent) -> Iterator[Mismatch]:
     """Read the whole pack once and yield what differs from the manifest.
 
     `advance` is told of bytes as they are read.
     """
     manifest = pack.manifest
-    for file in manifest.files:
-        if digest_file(pack.path / file.name) != file.digest:
-            yield Mismatch(None, None, None, file.name, "file differs from its digest")
+    for name in wrong_files(pack):
+        yield Mismatch(None, None, None, name, "file differs from its digest")
     with pack.shared_file.open("rb") as shared:
         for tensor in manifest.shared:
             digest = xxhash.xxh3_128()

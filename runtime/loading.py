@@ -16,7 +16,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from moepack.formats.digests import digest_file
+from moepack.formats.digests import wrong_files
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
@@ -44,6 +44,7 @@ __all__ = [
     "load_engine",
     "load_model",
     "measure_needs",
+    "pack_tokenizer",
     "read_config",
 ]
 
@@ -178,7 +179,9 @@ def load_engine(
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
     manifest = opened.manifest
     if check != "never":
-        _check_copied_files(opened)
+        for name in wrong_files(opened):
+            remedy = repair_command(opened)
+            raise FormatError(f"{opened.path / name}: differs from its digest; {remedy}")
     _check_device(opened)
     memory_nbytes = None if memory == "auto" else _size(memory, "memory")
     cache: int | str | None = expert_cache
@@ -325,13 +328,9 @@ def _check_device(pack: Pack) -> None:
         raise SourceError(f"{pack.path}: nvfp4 with global scales: MLX computes it on a GPU only")
 
 
-def _check_copied_files(pack: Pack) -> None:
-    """Raises FormatError for a config, tokenizer or template that is not what the manifest says."""
-    for file in pack.manifest.files:
-        if digest_file(pack.path / file.name) != file.digest:
-            raise FormatError(
-                f"{pack.path / file.name}: differs from its digest; {repair_command(pack)}"
-            )
+def pack_tokenizer(pack: Pack) -> TokenizerWrapper:
+    """A pack's tokenizer, before the model is loaded. Raises SourceError, FormatError."""
+    return load_tokenizer(pack.path, read_config(pack))
 
 
 def read_config(pack: Pack) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the number of the layer's call, and the scalars `n_layers`, `n_experts`, `top_k`
 """
 
 import io
-import os
 import zipfile
 import zlib
 from array import array
@@ -20,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from moepack.formats.errors import SourceError
+from moepack.formats.whole import whole_file
 from moepack.runtime.streamed import Record
 
 __all__ = ["Call", "Trace", "TraceRecorder", "load_trace"]
@@ -104,12 +104,8 @@ class TraceRecorder:
             "experts_per_layer": np.array(n_experts, np.int32),
             "slots_per_layer": np.array(slots, np.int32),
         }
-        unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npz")
-        try:
+        with whole_file(path) as unfinished:
             np.savez_compressed(unfinished, **arrays)
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
         return n_calls
 
     def _columns(self, n_layers: int) -> tuple[dict[str, Any], int]:

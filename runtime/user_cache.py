@@ -3,9 +3,10 @@
 Nothing there is needed: a file that is gone or damaged is made again.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from moepack.formats.whole import whole_file
 
 __all__ = ["cache_folder", "write_whole"]
 
@@ -26,10 +27,6 @@ def cache_folder(platform: str, environment: Mapping[str, str]) -> Path | None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file, whole or not at all, and the folders it is in. Raises OSError."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -57,8 +57,7 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
     from moepack.packer.convert import convert, plan_convert, summary
     from moepack.packer.publishing import check_destination
     from moepack.packer.source import open_source
-    from moepack.runtime.loading import load_engine, read_config
-    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.runtime.loading import load_engine, pack_tokenizer
     from moepack.tools import answering
     from moepack.tools.verify import compare_bytes, verify_logits
 
@@ -81,7 +80,7 @@ def run_demo(destination: Path, prompt: str, max_tokens: int) -> int:
 
     started = time.perf_counter()
     quarter = -(-pack.manifest.expert_nbytes // 4)
-    tokenizer = load_tokenizer(pack.path, read_config(pack))
+    tokenizer = pack_tokenizer(pack)
     tokens = answering.prompt_tokens(
         tokenizer, [{"role": "user", "content": prompt}], use_template=tokenizer.has_chat_template
     )

@@ -5,7 +5,6 @@ the part that both begin with, where the model's cache can be cut back to it.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepack.formats.digests import digest_file
 from moepack.formats.errors import SourceError
+from moepack.formats.whole import whole_file
 from moepack.runtime.loading import Engine
 from moepack.tools.answering import Sampling
 
@@ -95,14 +95,11 @@ def _binding(engine: Engine, sampling: Sampling, adapter_path: Path | None) -> d
 
 def _save(path: Path, cache: list[Any], tokens: list[int], binding: dict[str, str]) -> str:
     """Write the file, whole or not at all; returns the note about it."""
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
     try:
-        save_prompt_cache(str(unfinished), cache, {**binding, "tokens": json.dumps(tokens)})
-        with safe_open(unfinished, framework="numpy"):
-            pass  # MLX's writer does not notice a full disk
-        unfinished.rename(path)
+        with whole_file(path) as unfinished:
+            save_prompt_cache(str(unfinished), cache, {**binding, "tokens": json.dumps(tokens)})
+            with safe_open(unfinished, framework="numpy"):
+                pass  # MLX's writer does not notice a full disk
     except (RuntimeError, OSError, SafetensorError) as error:
         return f"warning: {path} was not saved ({' '.join(str(error).split())})"
-    finally:
-        unfinished.unlink(missing_ok=True)
     return f"saved {len(tokens)} tokens to {path}"

@@ -142,8 +142,7 @@ def command(
 
     import mlx.core as mx
 
-    from moepack.runtime.loading import DEFAULT_CONTEXT, load_engine, read_config
-    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.runtime.loading import DEFAULT_CONTEXT, load_engine, pack_tokenizer
     from moepack.tools.answering import Sampling, prompt_tokens
     from moepack.tools.packs import open_pack
     from moepack.tools.prefixes import Prefixes
@@ -164,7 +163,7 @@ def command(
     )
     started = time.perf_counter()
     opened = open_pack(pack)
-    tokenizer = load_tokenizer(opened.path, read_config(opened))
+    tokenizer = pack_tokenizer(opened)
     use_template = tokenizer.has_chat_template and not ignore_chat_template
     system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
 

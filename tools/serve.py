@@ -140,15 +140,14 @@ def _serve(
     """Answer requests until a signal. Raises what loading the pack raises."""
     import uvicorn
 
-    from moepack.runtime.loading import load_engine, read_config
-    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.runtime.loading import load_engine, pack_tokenizer
     from moepack.tools.packs import open_pack
     from moepack.tools.serving.app import Service, make_app
     from moepack.tools.serving.generation import Generation
     from moepack.tools.serving.worker import Worker
 
     opened = open_pack(pack)
-    tokenizer = load_tokenizer(opened.path, read_config(opened))
+    tokenizer = pack_tokenizer(opened)
     told, tell = os.pipe()
 
     def wake(*_: Any) -> None:

@@ -243,11 +243,10 @@ def _second_cache(engine: "Engine", bound: int) -> tuple[int, int]:
 
 def _load_smallest(pack: Pack, text: str | None, memory: int | str) -> tuple["Engine", list[int]]:
     """(the pack with the smallest legal expert cache, the tokens to run it on)."""
-    from moepack.runtime.loading import load_engine, read_config
-    from moepack.runtime.tokenizer import load_tokenizer
+    from moepack.runtime.loading import load_engine, pack_tokenizer
 
     try:
-        tokenizer = load_tokenizer(pack.path, read_config(pack))
+        tokenizer = pack_tokenizer(pack)
     except SourceError:
         if text is not None:
             raise
