@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from moepack.formats.codec import encode
 from moepack.formats.digests import digest_bytes
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import ALIGNMENT
-from moepack.formats.manifest import VERSION, CopiedFile, Manifest, Shard, Source
+from moepack.formats.manifest import VERSION, CopiedFile, ExpertModule, Manifest, Shard, Source
 from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer, is_pack
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
@@ -147,8 +148,8 @@ def convert(
             _check_space(plan, staging, destination, store)
             if not store.keeps_source:
                 save_stubs(source, staging / STUBS_NAME)
-            _write_tensors(plan, staging, store, journal, advance)
-            manifest = _finish(plan, staging, journal)
+            digests = _write_tensors(plan, staging, store, journal, advance)
+            manifest = _finish(plan, staging, journal, digests)
             if not holds_shards():
                 clear_notes(staging)
         clear_notes(destination)  # of shards that are gone, not before the pack is there
@@ -250,9 +251,16 @@ def _check_space(plan: ConvertPlan, staging: Path, destination: Path, store: Sha
 
 def _write_tensors(
     plan: ConvertPlan, staging: Path, store: ShardStore, journal: Journal, advance: Advance
-) -> None:
+) -> dict[str, bytes]:
+    """Write what the journal has not; returns each module's digests of records, by path.
+
+    One thread writes, another digests modules that are complete while later ones are written.
+    """
     tensors = plan.tensors()
     files = {}
+    writer = ThreadPoolExecutor(1, thread_name_prefix="moepack-write")
+    digester = ThreadPoolExecutor(1, thread_name_prefix="moepack-digest")
+    digests: dict[str, Future[bytes]] = {}
     try:
         for name, nbytes in plan.layout.file_nbytes.items():
             files[name] = (staging / name).open("r+b" if (staging / name).exists() else "x+b")
@@ -268,6 +276,10 @@ def _write_tensors(
                 os.fsync(files[file].fileno())
             journal.add(fresh, [(shard, store.keeps(shard.name)) for shard in released])
             fresh.clear()
+            for module in plan.layout.modules:
+                if module.path not in digests and (written := _written(module, journal)):
+                    path = staging / module.file
+                    digests[module.path] = digester.submit(digest_records, path, module, written)
 
         for step in plan.steps:
             missing = [name for name in step.tensors if name not in journal.tensors]
@@ -279,7 +291,7 @@ def _write_tensors(
                     advance(target.nbytes)
                     continue
                 fresh[name] = write_tensor(
-                    files[target.file].fileno(), target, tensors[name], advance
+                    files[target.file].fileno(), target, tensors[name], writer, advance
                 )
                 if sum(plan.layout.targets[n].nbytes for n in fresh) > SYNC_NBYTES:
                     sync([])
@@ -287,18 +299,28 @@ def _write_tensors(
             sync(released)
             for shard in step.release:
                 store.discard(shard)
+        return {path: digest.result() for path, digest in digests.items()}
     finally:
+        writer.shutdown()
+        digester.shutdown(cancel_futures=True)
         for file in files.values():
             file.close()
 
 
-def _finish(plan: ConvertPlan, staging: Path, journal: Journal) -> Manifest:
-    """Digest the records, copy the small files, write the manifest."""
+def _written(module: ExpertModule, journal: Journal) -> dict[str, bytes]:
+    """The digests of a module's tensors by name, when all are written; else nothing."""
+    names = [f"{module.path}.{part.name}" for part in module.parts]
+    if not journal.tensors.keys() >= set(names):
+        return {}
+    return {name: journal.tensors[name] for name in names}
+
+
+def _finish(
+    plan: ConvertPlan, staging: Path, journal: Journal, digests: Mapping[str, bytes]
+) -> Manifest:
+    """Copy the small files, write the manifest. `digests`: of the records, by module path."""
     source, layout = plan.source, plan.layout
-    modules = tuple(
-        replace(m, digests=digest_records(staging / m.file, m, journal.tensors))
-        for m in layout.modules
-    )
+    modules = tuple(replace(m, digests=digests[m.path]) for m in layout.modules)
     manifest = Manifest(
         version=VERSION,
         alignment=ALIGNMENT,

@@ -6,6 +6,7 @@ row for a copied tensor and one tensor for a derived one.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -47,7 +48,7 @@ class TensorBytes(Protocol):
     def rows(self, row_nbytes: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, `row_nbytes` at a time, the last possibly fewer.
 
-        A view is valid until the next one is asked for. May be called once.
+        A view is valid until the next but one is asked for. May be called once.
         """
         ...
 
@@ -64,11 +65,11 @@ class CopiedTensor:
     def rows(self, row_nbytes: int) -> Iterator[memoryview]:
         """See TensorBytes. Raises SourceError when the shard ends early."""
         path, offset, nbytes = self._source.path, self._source.offset, self._source.nbytes
-        buffer = memoryview(bytearray(min(row_nbytes, nbytes)))
+        buffers = cycle(memoryview(bytearray(min(row_nbytes, nbytes))) for _ in range(2))
         fd = os.open(path, os.O_RDONLY)
         try:
             for done in range(0, nbytes, row_nbytes):
-                row = buffer[: min(row_nbytes, nbytes - done)]
+                row = next(buffers)[: min(row_nbytes, nbytes - done)]
                 read_range(fd, row, offset + done, path)
                 yield row
         finally:

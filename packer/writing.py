@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moepack.formats.errors import SourceError
 from moepack.formats.geometry import align_up, lay_out_parts, tensor_nbytes
 from moepack.formats.manifest import ExpertModule, Manifest, SharedTensor
 from moepack.formats.pack import SHARED_NAME
-from moepack.formats.progress import Advance
+from moepack.formats.progress import Advance, silent
 from moepack.packer.checkpoint import Checkpoint, ExpertTensors
 from moepack.packer.tensors import TensorBytes
 
@@ -113,17 +114,29 @@ def _lay_out_module(index: int, experts: ExpertTensors) -> ExpertModule:
     )
 
 
-def write_tensor(fd: int, target: Target, tensor: TensorBytes, advance: Advance) -> bytes:
-    """Write a tensor to its target; returns the xxh3-128 of its bytes in order."""
+def write_tensor(
+    fd: int, target: Target, tensor: TensorBytes, writer: Executor, advance: Advance = silent
+) -> bytes:
+    """Write a tensor to its target; returns the xxh3-128 of its bytes in order.
+
+    `writer`, of one thread, writes a row while the next one is read and digested here.
+    """
     digest = xxhash.xxh3_128()
     rows = tensor.rows(target.chunk_nbytes)
-    for offset, nbytes in target.ranges():
-        row = next(rows, memoryview(b""))
-        if len(row) != nbytes:
-            raise SourceError(f"{target.file}: a tensor gave {len(row)} bytes, wanted {nbytes}")
-        write_range(fd, row, offset)
-        digest.update(row)
-        advance(nbytes)
+    writing: Future[None] | None = None
+    try:
+        for offset, nbytes in target.ranges():
+            row = next(rows, memoryview(b""))
+            if len(row) != nbytes:
+                raise SourceError(f"{target.file}: a tensor gave {len(row)} bytes, wanted {nbytes}")
+            digest.update(row)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(write_range, fd, row, offset)
+            advance(nbytes)
+    finally:
+        if writing is not None:
+            writing.result()  # its error, or nothing: no view is in use after this returns
     if next(rows, None) is not None:
         raise SourceError(f"{target.file}: a tensor gave more than {target.nbytes} bytes")
     return digest.digest()
