@@ -104,6 +104,7 @@ def check_digests(pack: Pack, advance: Advance = silent) -> Iterator[Mismatch]:
     for layer, module in enumerate(manifest.modules):
         path = pack.expert_file(module)
         record = memoryview(bytearray(module.stride))
+        zeros = bytes(module.stride - module.record_nbytes)
         with path.open("rb") as file_:
             for expert in range(module.n_experts):
                 read_range(file_.fileno(), record, expert * module.stride, path)
@@ -111,6 +112,6 @@ def check_digests(pack: Pack, advance: Advance = silent) -> Iterator[Mismatch]:
                 if digest_bytes(record[: module.record_nbytes]) != module.digest(expert):
                     reason = "record differs from its digest"
                     yield Mismatch(module.path, layer, expert, None, reason)
-                elif any(record[module.record_nbytes :]):
+                elif record[module.record_nbytes :] != zeros:
                     reason = "padding after the record is not zero"
                     yield Mismatch(module.path, layer, expert, None, reason)

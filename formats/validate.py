@@ -12,10 +12,13 @@ from moepack.formats.errors import FormatError
 from moepack.formats.geometry import MAX_NBYTES, align_up, tensor_nbytes
 from moepack.formats.manifest import DIGEST_NBYTES, ExpertModule, Manifest, Quantization
 
-__all__ = ["is_file_name", "validate", "validate_config", "validate_file_name"]
+__all__ = ["is_file_name", "max_copied_nbytes", "validate", "validate_config", "validate_file_name"]
 
 MAX_EXPERTS = 65_536  # two thousand times today's largest top-k; keeps digests below a megabyte
 MAX_LAYERS = 10_000  # a hundred times today's deepest; models are built layer by layer
+# Of tokenizers the largest known has 33 MB, of templates 30 kB; both are read whole to run a model.
+MAX_COPIED_NBYTES = 64 * 2**20
+MAX_TEMPLATE_NBYTES = 2**20
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
@@ -46,8 +49,13 @@ def validate(manifest: Manifest) -> None:
         validate_file_name(where, file.name)
         if "/" in file.name or file.name in ("manifest.msgpack", "shared.bin"):
             raise FormatError(f"{where}: not a name for a copied file")
-        if not 0 <= file.nbytes <= MAX_NBYTES:
+        if not 0 <= file.nbytes <= max_copied_nbytes(file.name):
             raise FormatError(f"{where}: nbytes {file.nbytes} out of range")
+
+
+def max_copied_nbytes(name: str) -> int:
+    """The most bytes that a file copied beside the weights may have."""
+    return MAX_TEMPLATE_NBYTES if name.endswith(".jinja") else MAX_COPIED_NBYTES
 
 
 def validate_file_name(where: str, name: str) -> None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.geometry import tensor_nbytes
 from moepack.formats.pack import is_pack
-from moepack.formats.validate import validate_config
+from moepack.formats.validate import max_copied_nbytes, validate_config
 
 __all__ = [
     "COPIED_PATTERNS",
@@ -59,7 +59,6 @@ SOURCE_PATTERNS = (*COPIED_PATTERNS, "*.safetensors")
 STUBS_NAME = "stubs"  # in the staging folder of a convert that consumes or fetches its source
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 * 10**6  # the safetensors library's own limit
-MAX_JSON_NBYTES = 64 * 2**20  # a config or index; the largest known index has 12 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,7 @@ def open_folder(
         raise SourceError(f"{path}: is a pack already; moepack unpack makes the checkpoint of it")
     if not (path / "config.json").is_file():
         raise SourceError(f"{path}: no config.json; not a checkpoint folder")
+    _check_copied_sizes(path)
     config = read_json(path / "config.json")
     try:
         validate_config(str(path / "config.json"), config)
@@ -225,6 +225,20 @@ def cached_folder(repository: str, revision: str | None) -> Path | None:
     return Path(folder)
 
 
+def _check_copied_sizes(folder: Path) -> None:
+    """Raises SourceError for a file that would be copied, were it not absurdly large."""
+    for path in sorted({p for pattern in COPIED_PATTERNS for p in folder.glob(pattern)}):
+        try:
+            nbytes = path.stat().st_size
+        except OSError:  # a link to nowhere: named by whoever needs the file
+            continue
+        if nbytes > (most := max_copied_nbytes(path.name)):
+            raise SourceError(
+                f"{path}: {nbytes:,} bytes, a file beside the weights has at most {most:,}; if the "
+                "model does not need it, move it away"
+            )
+
+
 def _shard_path(folder: Path, name: str, stubs: Path | None) -> Path:
     path = folder / name
     if stubs is not None and not path.exists() and (stubs / name).is_file():
@@ -255,13 +269,9 @@ def write_stub(path: Path, header: bytes, nbytes: int) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises SourceError naming the file."""
+    """A JSON object, of a file whose size was checked. Raises SourceError naming the file."""
     try:
-        if path.stat().st_size > MAX_JSON_NBYTES:
-            raise SourceError(f"{path}: {path.stat().st_size:,} bytes is too large")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except SourceError:
-        raise
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

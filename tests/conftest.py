@@ -1,10 +1,13 @@
 """Fixtures shared by all tests: tiny checkpoints, and packs made of them, once a session."""
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a network
@@ -18,6 +21,24 @@ from moepack.formats.pack import MANIFEST_NAME, Pack
 from moepack.packer.checkpoint import ConvertOptions
 from moepack.packer.convert import convert, plan_convert
 from moepack.packer.source import open_source
+
+# No test is timed: the machine may have other work.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+COUNTS = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture(scope="session")
+def count(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
+    """Adds to a number that is printed at the end, for what tests must show in numbers."""
+    counts = request.config.stash.setdefault(COUNTS, Counter())
+    return lambda what, n: counts.update({what: n})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was counted."""
+    for what, n in terminalreporter.config.stash.get(COUNTS, Counter()).items():
+        terminalreporter.write_line(f"{n:,} {what}")
 
 
 def make_pack(source: Path, destination: Path, options: ConvertOptions | None = None) -> Path:

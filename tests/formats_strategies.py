@@ -31,7 +31,7 @@ from moepack.formats.manifest import (
     SharedTensor,
     Source,
 )
-from moepack.formats.validate import MODES
+from moepack.formats.validate import MAX_TEMPLATE_NBYTES, MODES
 
 Layout = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
@@ -246,7 +246,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     shared, shared_nbytes = shared_tensors(draw(_layouts(0, 0, 4)), alignment)
     paths = draw(st.lists(_texts, min_size=1, max_size=3, unique=True))
     files = draw(st.lists(_file_names, min_size=len(paths), max_size=len(paths), unique=True))
-    copied = st.builds(CopiedFile, _file_names, _sizes, _digests)
+    # The least that any name may have at most.
+    copied = st.builds(CopiedFile, _file_names, st.integers(0, MAX_TEMPLATE_NBYTES), _digests)
     return Manifest(
         version=(1, 0),
         alignment=alignment,

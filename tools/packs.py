@@ -4,8 +4,6 @@ from pathlib import Path
 
 from moepack.formats.errors import SourceError
 from moepack.formats.pack import Pack, is_pack
-from moepack.packer.publishing import old_path
-from moepack.packer.source import COPIED_PATTERNS, find_folder
 
 __all__ = ["open_pack"]
 
@@ -14,6 +12,10 @@ def open_pack(text: str) -> Pack:
     """The opened pack; a path that exists wins. Raises SourceError, FormatError."""
     if Path(text).exists():
         return Pack.open(text)
+    # Not before: importing the hub's client takes longer than opening a pack.
+    from moepack.packer.publishing import old_path
+    from moepack.packer.source import COPIED_PATTERNS, find_folder
+
     if is_pack(old := old_path(Path(text))):
         raise SourceError(
             f"{text}: not there; a convert --overwrite that was killed left the old pack as {old}"

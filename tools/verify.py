@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ def command(
     Alone: structure, and the digest of every record, shared tensor and file. With SOURCE, the
     checkpoint it was made from: every byte against it, then the logits of the pack, streamed with
     the smallest legal cache, against those of the source loaded by mlx-lm. A source that does not
-    fit in the memory is loaded without its experts, which are read from its shards as needed.
+    fit in the memory is loaded without its experts, which are read from its shards as needed;
+    those that convert computed are computed once more, into a scratch file beside the pack.
     """
     given = {"--prompt": prompt, "--text-file": text_file, "--tolerance": tolerance or None}
     if budgets:
@@ -115,7 +117,7 @@ def command(
     logits = None
     if source is not None:
         with progress("bytes", nbytes) as advance:
-            mismatches += compare_bytes(opened, source, advance)
+            mismatches += compare_bytes(opened, source, advance, memory)
         # Models of different shapes have no logits to compare, and are told apart by then.
         if not any(m.is_structural for m in mismatches):
             logits = verify_logits(opened, source, text, memory)
@@ -147,14 +149,27 @@ def _read_text(path: Path) -> str:
         raise click.UsageError(f"{path}: not a UTF-8 text ({error.reason})") from error
 
 
-def compare_bytes(pack: Pack, source: str, advance: Advance = silent) -> Iterator[Mismatch]:
-    """Every difference between the pack and what its source gives with the recorded options."""
+def compare_bytes(
+    pack: Pack, source: str, advance: Advance = silent, memory: int | str = "auto"
+) -> Iterator[Mismatch]:
+    """Every difference between the pack and what its source gives with the recorded options.
+
+    Raises BudgetError where computing one tensor as convert did takes more than `memory`.
+    """
     from moepack.packer.comparing import compare, recorded_options
     from moepack.packer.convert import plan_convert
     from moepack.packer.source import open_source
+    from moepack.runtime.machine import resident_memory
+    from moepack.tools.reference_model import deriving_nbytes
 
     interrupts_unwind()
     plan = plan_convert(open_source(source), recorded_options(pack))
+    deriving = deriving_nbytes(plan.source, plan.options, plan.checkpoint)
+    if deriving and (needed := resident_memory() + deriving) > (bound := _bound(memory)):
+        raise BudgetError(
+            f"{format_size(bound)} of memory are too little to compute the pack's tensors from the "
+            f"source: that alone takes {format_size(needed)}"
+        )
     yield from compare(pack, plan, advance)
 
 
@@ -181,11 +196,21 @@ def verify_logits(
         # The two models take turns: of the workspace of a call there is one, of caches are two.
         taken=[nbytes + plan.kv for nbytes in chunks.values()],
         name="the memory free here" if memory == "auto" else "--memory",
+        scratch=_scratch_folder(pack),
     )
     note(how)
     if engine.is_widened:
         note(WIDENED)
     return compare_logits(engine.model, original, tokens, list(chunks)[place])
+
+
+def _scratch_folder(pack: Pack) -> Path | None:
+    """The folder that the pack is in, whose disk is large enough for packs, if it may be written.
+
+    The system's own for such files may be in memory.
+    """
+    folder = pack.path.resolve().parent
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def verify_budgets(pack: Pack, text: str | None, memory: int | str) -> BudgetsComparison:

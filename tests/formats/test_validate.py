@@ -165,9 +165,13 @@ def test_a_copied_file_must_not_take_the_place_of_another(name: str) -> None:
     refuse(with_copied(name), f"manifest files {name!r}: not a name for a copied file")
 
 
-@pytest.mark.parametrize("nbytes", [-1, 2**63])
-def test_the_size_of_a_copied_file_must_fit(nbytes: int) -> None:
-    refuse(with_copied("x", nbytes), f"manifest files 'x': nbytes {nbytes} out of range")
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("x", -1), ("x", 2**63), ("tokenizer.json", 2**26 + 1), ("chat_template.jinja", 2**20 + 1)],
+)
+def test_the_size_of_a_copied_file_must_fit(name: str, nbytes: int) -> None:
+    validate(with_copied(name, min(max(0, nbytes - 1), 2**20)))
+    refuse(with_copied(name, nbytes), f"manifest files {name!r}: nbytes {nbytes} out of range")
 
 
 # --- shared weights ---

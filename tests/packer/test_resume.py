@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -47,7 +47,7 @@ CALLS = ("pwrite", "fsync", "truncate", "rename", "replace", "unlink", "rmdir", 
 # Runs commands in forks of one process, which has imported all and computed nothing: a fork takes
 # a tenth of a second. The profiler sees every call into C, the methods of files too.
 FORKER = """
-import gc, json, os, signal, sys
+import gc, json, os, signal, sys, threading
 import mlx_lm.models.qwen3_moe
 import moepack.packer.opening
 import moepack.packer.convert as converting
@@ -56,19 +56,23 @@ from moepack.tools.cli import main
 
 def run(job):
     n_calls = 0
+    lock = threading.Lock()
     def count(frame, event, argument):
         nonlocal n_calls
         if event == "c_call" and argument.__name__ in job["calls"]:
-            n_calls += 1
-            if n_calls == job["kill_at"]:
-                os.kill(os.getpid(), signal.SIGKILL)
+            with lock:
+                n_calls += 1
+                if n_calls == job["kill_at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
     convert = converting.convert
     def counted(*arguments, **options):
         sys.setprofile(count if job["calls"] else None)
+        threading.setprofile(count if job["calls"] else None)  # those that convert starts
         try:
             return convert(*arguments, **options)
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
     converting.convert = counted
     status = main(job["arguments"])
     print(n_calls, flush=True)
@@ -208,6 +212,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def killed(
     run: Run,
+    count: Callable[[str, int], None],
     tmp_path: Path,
     source: Path,
     *options: str,
@@ -229,7 +234,7 @@ def killed(
         if ended.status == 0:
             assert ended.n_calls == n - 1
             assert n > 30
-            print(f"{n - 1} kill points")
+            count("kill points of a convert, none of which lost anything", n - 1)
             return
         assert ended.status == -signal.SIGKILL, ended.output
         yield place, copy
@@ -246,12 +251,12 @@ def finish(run: Run, place: Path, source: Path, *options: str) -> None:
 
 
 def test_convert_killed_at_any_call_ends_in_the_same_pack(
-    run: Run, tmp_path: Path, case: Case
+    run: Run, count: Callable[[str, int], None], tmp_path: Path, case: Case
 ) -> None:
     """The destination is absent or whole, the source untouched, the rest of no importance."""
     wanted = fingerprint(case.pack)
     source_bytes = fingerprint(case.source)
-    for place, source in killed(run, tmp_path, case.source, *case.options):
+    for place, source in killed(run, count, tmp_path, case.source, *case.options):
         assert fingerprint(source) == source_bytes
         assert set(names_in(place)) <= {"out.moepack", ".out.moepack.partial"}
         if (place / "out.moepack").exists():
@@ -277,7 +282,7 @@ def tensors_in(folder: Path, pack: Pack, names: set[str]) -> bool:
 
 
 def test_consuming_convert_killed_at_any_call_has_every_tensor(
-    run: Run, tmp_path: Path, copied: Path, copied_pack: Path
+    run: Run, count: Callable[[str, int], None], tmp_path: Path, copied: Path, copied_pack: Path
 ) -> None:
     """Each shard is intact, or all of it is in the staging folder or the pack; then it is gone."""
     wanted = fingerprint(copied_pack)
@@ -285,7 +290,7 @@ def test_consuming_convert_killed_at_any_call_has_every_tensor(
     pack = Pack.open(copied_pack)
     tensors = {name: set(mx.load(str(copied / name))) for name in shards}
     n_gone = []
-    for place, source in killed(run, tmp_path, copied, "--consume"):
+    for place, source in killed(run, count, tmp_path, copied, "--consume"):
         left = shards_of(source)
         n_gone.append(len(shards.keys() - left.keys()))
         is_published = (place / "out.moepack").exists()
@@ -319,7 +324,12 @@ def test_unpack_gives_consumed_shards_back(
 
 
 def test_overwriting_convert_killed_at_any_call_has_the_old_pack_or_the_new(
-    run: Run, tmp_path: Path, copied: Path, copied_pack: Path, derived_pack: Path
+    run: Run,
+    count: Callable[[str, int], None],
+    tmp_path: Path,
+    copied: Path,
+    copied_pack: Path,
+    derived_pack: Path,
 ) -> None:
     """Between the two renames both lie whole beside the destination, hidden.
 
@@ -328,7 +338,7 @@ def test_overwriting_convert_killed_at_any_call_has_the_old_pack_or_the_new(
     old, new = fingerprint(derived_pack), fingerprint(copied_pack)
     seen = set()
     calls = tuple(call for call in CALLS if call != "pwrite")
-    points = killed(run, tmp_path, copied, "--overwrite", old=derived_pack, calls=calls)
+    points = killed(run, count, tmp_path, copied, "--overwrite", old=derived_pack, calls=calls)
     for place, source in points:
         if (place / "out.moepack").exists():
             found = fingerprint(place / "out.moepack")
@@ -397,7 +407,7 @@ def plan_of(source: Path, options: ConvertOptions | None = None) -> ConvertPlan:
     ids=["copied ENOSPC", "derived EIO"],
 )
 def test_failing_write_leaves_nothing_whichever_it_is(
-    tmp_path: Path, case: Case, writes: Writes, code: int
+    count: Callable[[str, int], None], tmp_path: Path, case: Case, writes: Writes, code: int
 ) -> None:
     """Neither a pack nor a staging folder, and the source as it was."""
     source_bytes = fingerprint(case.source)
@@ -415,7 +425,7 @@ def test_failing_write_leaves_nothing_whichever_it_is(
         assert writes.n_calls == n
         assert names_in(place) == []
     assert fingerprint(case.source) == source_bytes
-    print(f"{n_writes} failing writes")
+    count("failing writes of a convert, none of which left anything", n_writes)
 
 
 def test_consuming_convert_with_a_failing_write_goes_on_whichever_it_was(

@@ -1,7 +1,9 @@
 """The source with its experts left in its shards gives the bits of the fully loaded one."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,14 +14,22 @@ from families import FAMILIES, write_checkpoint
 from mlx.utils import tree_flatten
 from tiny_models import random_tokens
 
+import moepack.tools.reference_model
 from moepack.formats.errors import BudgetError, SourceError
 from moepack.formats.sizes import parse_size
-from moepack.packer.checkpoint import ConvertOptions, load_source_model
+from moepack.packer.checkpoint import ConvertOptions, load_source_model, understand
 from moepack.packer.source import SourceFolder, open_source
 from moepack.runtime.half import compute_in_float32
 from moepack.runtime.memory import SLACK
 from moepack.tools.logits import logits_by_position
-from moepack.tools.reference_model import ShardExperts, load_bounded, load_reference
+from moepack.tools.reference_model import (
+    DerivedArrays,
+    ScratchFile,
+    ShardExperts,
+    deriving_nbytes,
+    load_bounded,
+    load_reference,
+)
 
 TOP_K = 4
 QUANTIZE = ConvertOptions(quantize=True, q_group_size=32)
@@ -134,6 +144,93 @@ def expert_nbytes(source: SourceFolder, options: ConvertOptions) -> int:
     model, _ = load_source_model(source, options)
     names = dict(tree_flatten(model.parameters()))
     return sum(array.nbytes for name, array in names.items() if ".switch_mlp." in name)
+
+
+DERIVED = [p for p in SOURCES if p.id not in ("float32", "bfloat16")]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each time that mlx-lm's loader is asked to compute experts' tensors."""
+    found: list[None] = []
+    loader = moepack.tools.reference_model.load_source_lazily
+
+    def noting(*arguments: Any) -> nn.Module:
+        found.append(None)
+        return loader(*arguments)
+
+    monkeypatch.setattr(moepack.tools.reference_model, "load_source_lazily", noting)
+    return found
+
+
+@pytest.mark.parametrize(("make", "options"), DERIVED)
+def test_computed_experts_are_computed_once_however_many_calls(
+    make: Callable[[Path, Path], Path],
+    options: ConvertOptions,
+    float_source: Path,
+    tmp_path: Path,
+    loads: list[None],
+) -> None:
+    source = open_source(str(make(float_source, tmp_path / "s")))
+    model = load_bounded(source, options, TOP_K)
+    first = logits_bits(model, random_tokens(20))
+    assert logits_bits(model, random_tokens(20)) == first
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_where_the_disk_is_full_they_are_computed_again_to_the_same_bits(
+    share: float, float_source: Path, tmp_path: Path, loads: list[None]
+) -> None:
+    source = open_source(str(float_source))
+    wanted = logits_bits(load_bounded(source, QUANTIZE, TOP_K), random_tokens(20))
+    scratch = ScratchFile(tmp_path)
+    scratch.room = int(expert_nbytes(source, QUANTIZE) * share)
+    loads.clear()
+    model = load_bounded(source, QUANTIZE, TOP_K, scratch)
+    assert logits_bits(model, random_tokens(20)) == wanted
+    assert len(loads) > 10  # once a call and more
+
+
+def test_a_scratch_file_has_no_name_and_no_more_than_its_share(tmp_path: Path) -> None:
+    scratch = ScratchFile(tmp_path)
+    scratch.room = 1000
+    kept = scratch.keep(mx.arange(200, dtype=mx.float32).reshape(50, 4))
+    assert kept is not None
+    assert scratch.keep(mx.zeros((51,), dtype=mx.float32)) is None
+    rows = [memoryview(bytearray(16)), memoryview(bytearray(16))]
+    kept.read_rows([49, 3], rows)
+    assert [row.cast("f").tolist() for row in rows] == [[196, 197, 198, 199], [12, 13, 14, 15]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_writing_is_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(moepack.tools.reference_model, "write_range", full)
+    with pytest.raises(SourceError, match=f"{tmp_path}: a scratch file: No space left"):
+        ScratchFile(tmp_path).keep(mx.zeros((1,)))
+
+
+@pytest.mark.parametrize(("make", "options"), DERIVED)
+def test_computing_a_tensor_takes_no_more_memory_than_was_planned(
+    make: Callable[[Path, Path], Path], options: ConvertOptions, float_source: Path, tmp_path: Path
+) -> None:
+    source = open_source(str(make(float_source, tmp_path / "s")))
+    checkpoint = understand(source, options)
+    planned = deriving_nbytes(source, options, checkpoint)
+    derived = DerivedArrays(source, options, checkpoint)
+    for name in sorted(derived._names):
+        array = derived.take(name)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(array)
+        assert mx.get_peak_memory() - before <= planned
+        del array
 
 
 def test_the_model_is_loaded_whole_where_it_fits_and_else_by_experts(q4_source: Path) -> None:

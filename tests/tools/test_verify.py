@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 from conftest import make_pack
 
+import moepack.packer.comparing
 import moepack.tools.logits
 import moepack.tools.reference_model
 import moepack.tools.verify
@@ -95,6 +96,30 @@ def test_one_flipped_bit_is_found_and_its_layer_and_expert_named(
     assert (mismatch["layer"], mismatch["expert"]) == (1, 7)
     assert main(["verify", str(pack)]) == 1
     assert "layer 1 (model.layers.2.mlp.switch_mlp) expert 7" in capsys.readouterr().out
+
+
+def test_with_a_record_of_every_layer_damaged_verify_lists_those_and_repair_ends_it(
+    q4_pack: Path, q4_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = Path(shutil.copytree(q4_pack, tmp_path / "p"))
+    wrong = []
+    for layer, module in enumerate(Pack.open(pack).manifest.modules):
+        expert = 3 * layer + 1
+        wrong.append((layer, expert))
+        flip_bit(pack / module.file, expert * module.stride + module.record_nbytes // 3)
+    listed = verify_json(pack, code=1, capsys=capsys)["mismatches"]
+    assert [(m["layer"], m["expert"]) for m in listed] == wrong
+    for prompt in (tiny_models.random_tokens(1), tiny_models.random_tokens(60)):
+        arguments = ["-p", tiny_models.text_of(prompt), "-m", "4", "--expert-cache", "floor"]
+        assert main(["run", str(q4_pack), *arguments]) == 0
+        answer = capsys.readouterr().out
+        status = main(["run", str(pack), *arguments])
+        assert (status, capsys.readouterr().out) in ((0, answer), (1, ""))
+    assert status == 1  # the long prompt touches them
+    assert main(["repair", str(pack), str(q4_source)]) == 0
+    for file in q4_pack.rglob("*"):
+        if file.is_file():
+            assert (pack / file.relative_to(q4_pack)).read_bytes() == file.read_bytes()
 
 
 def test_a_pack_of_another_checkpoint_differs_in_bytes_and_logits(
@@ -278,6 +303,19 @@ def test_memory_for_one_cache_size_alone_is_refused_with_what_works(
     line = capsys.readouterr().err
     assert "one cache size alone" in line
     assert "the smallest that works is --memory " in line
+
+
+def test_memory_for_no_tensor_computed_as_convert_did_is_refused_before_it_is_taken(
+    float_source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pack = make_pack(float_source, tmp_path / "p", ConvertOptions(quantize=True, q_group_size=32))
+    monkeypatch.setattr(moepack.tools.verify, "_bound", lambda memory: 10**6)
+    monkeypatch.setattr(moepack.packer.comparing, "compare", None)
+    assert main(["verify", str(pack), str(float_source)]) == 1
+    assert "1 MB of memory are too little to compute" in capsys.readouterr().err
 
 
 def test_memory_for_no_reference_at_all_is_refused_with_what_works(
