@@ -5,13 +5,17 @@ rule that makes it safe, kept by `streamed.py`: no graph that reads a bank may b
 one of its rows is overwritten.
 """
 
+import math
+
 import mlx.core as mx
 import numpy as np
 
 from moepack.formats.errors import FormatError
 from moepack.formats.manifest import ExpertModule
 
-__all__ = ["MLX_DTYPES", "Banks"]
+__all__ = ["MLX_DTYPES", "PAGE_NBYTES", "Banks"]
+
+PAGE_NBYTES = 4096
 
 # By safetensors name. MLX has no 8-bit floats: it holds and reads their bytes as uint8.
 MLX_DTYPES = {
@@ -37,17 +41,27 @@ MLX_DTYPES = {
 class Banks:
     """The arrays of one layer, `(n_slots, *part_shape)` each, and per slot one view per part.
 
-    `rows[slot]` lists writable byte views in record order: a target for one `preadv`.
+    `rows[slot]` lists writable byte views in record order: a target for one `preadv`. They begin at
+    multiples of PAGE_NBYTES where the parts' sizes are such multiples: a target for O_DIRECT too.
     """
 
     def __init__(self, module: ExpertModule, n_slots: int) -> None:
         self.arrays = {
-            part.name: mx.zeros((n_slots, *part.shape), dtype=MLX_DTYPES[part.dtype])
+            part.name: _zeros((n_slots, *part.shape), MLX_DTYPES[part.dtype])
             for part in module.parts
         }
         mx.eval(self.arrays)
         views = [byte_rows(self.arrays[part.name]) for part in module.parts]
         self.rows = [[memoryview(view[slot]) for view in views] for slot in range(n_slots)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """As mx.zeros, of memory that begins at a multiple of PAGE_NBYTES; MLX's is not aligned so."""
+    nbytes = math.prod(shape) * dtype.size
+    spacious = mx.zeros(nbytes + PAGE_NBYTES, dtype=mx.uint8)
+    mx.eval(spacious)
+    skipped = -np.array(spacious, copy=False).ctypes.data % PAGE_NBYTES
+    return spacious[skipped : skipped + nbytes].view(dtype).reshape(shape)  # none of it copies
 
 
 def byte_rows(array: mx.array) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":

@@ -25,10 +25,10 @@ from threading import Lock
 from typing import Any
 
 from moepack.formats.errors import SourceError
-from moepack.runtime.reading import ALIGNMENT, F_NOCACHE, open_direct, wait_for
+from moepack.runtime.reading import ALIGNMENT, F_NOCACHE, READ_WORKERS, open_direct, wait_for
 from moepack.runtime.user_cache import cache_folder, write_whole
 
-__all__ = ["DiskFigures", "probe_disk"]
+__all__ = ["DiskFigures", "known_disk", "probe_disk"]
 
 WORKERS = (1, 2, 4, 8, 16)
 # Records larger than this are no faster to read; 16 of them are held at once.
@@ -60,9 +60,15 @@ class DiskFigures:
     uncached: Mapping[int, float]
     best_workers: int
 
-    def uncached_rate(self, n_workers: int) -> float:
+    @property
+    def read_workers(self) -> int:
+        """How many threads a run reads with: copies from the page cache want READ_WORKERS."""
+        return max(READ_WORKERS, self.best_workers)
+
+    @property
+    def uncached_rate(self) -> float:
         """Bytes a second past the page cache with so many workers, or the next fewer measured."""
-        return self.uncached[max((n for n in self.uncached if n <= n_workers), default=1)]
+        return self.uncached[max((n for n in self.uncached if n <= self.read_workers), default=1)]
 
     def as_map(self) -> dict[str, Any]:
         """For JSON, which makes text of the numbers of workers."""
@@ -76,19 +82,28 @@ def probe_disk(path: Path, nbytes: int) -> DiskFigures:
     cannot be read or written, or is damaged, is as good as none. Raises SourceError naming the file
     when it cannot be read.
     """
+    figures = known_disk(path, nbytes)
+    if figures is None:
+        block, device = _block_and_device(path, nbytes)
+        figures = measure_disk(path, block)
+        memory = memory_file(sys.platform, os.environ)
+        _remember(memory, _remembered(memory) | {memory_key(device, block): figures.as_map()})
+    return figures
+
+
+def known_disk(path: Path, nbytes: int) -> DiskFigures | None:
+    """What `probe_disk` remembers, or None: nothing is measured. Raises SourceError as it does."""
+    block, device = _block_and_device(path, nbytes)
+    known = _remembered(memory_file(sys.platform, os.environ))
+    return figures_of(known.get(memory_key(device, block)), device)
+
+
+def _block_and_device(path: Path, nbytes: int) -> tuple[int, int]:
     try:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    block = block_nbytes(nbytes, status.st_size)
-    memory = memory_file(sys.platform, os.environ)
-    known = _remembered(memory)
-    key = memory_key(status.st_dev, block)
-    figures = figures_of(known.get(key), status.st_dev)
-    if figures is None:
-        figures = measure_disk(path, block)
-        _remember(memory, known | {key: figures.as_map()})
-    return figures
+    return block_nbytes(nbytes, status.st_size), status.st_dev
 
 
 def measure_disk(path: Path, block: int) -> DiskFigures:

@@ -25,11 +25,19 @@ from moepack.formats.validate import validate_config
 from moepack.runtime.adapters import apply_adapters
 from moepack.runtime.banks import MLX_DTYPES, Banks
 from moepack.runtime.counters import Counters, add
+from moepack.runtime.disk import known_disk
 from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
 from moepack.runtime.machine import available_memory, resident_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
-from moepack.runtime.reading import CHECKS, RecordReader, bypasses_page_cache, repair_command
+from moepack.runtime.reading import (
+    CHECKS,
+    READ_WORKERS,
+    RecordReader,
+    bypasses_page_cache,
+    needs_buffer,
+    repair_command,
+)
 from moepack.runtime.shared import SharedWeights, load_shared
 from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
@@ -38,7 +46,6 @@ from moepack.runtime.tokenizer import load_tokenizer
 
 __all__ = [
     "DEFAULT_CONTEXT",
-    "READ_WORKERS",
     "Engine",
     "load",
     "load_engine",
@@ -60,7 +67,6 @@ TOP_K_KEYS = (
     "moe_topk",
     "moe_k",
 )
-READ_WORKERS = 4  # threads that read experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,8 @@ class Engine:
 
     `layers` is empty when every expert is resident. `is_widened`: half-precision experts are
     computed in float32, since this backend cannot do otherwise. `vocabulary` is how many logits a
-    position has, `lossy_top_k` how many experts a router picks if fewer than it was trained with.
+    position has, `lossy_top_k` how many experts a router picks if fewer than it was trained with,
+    `read_workers` how many threads read experts.
     """
 
     pack: Pack
@@ -81,6 +88,7 @@ class Engine:
     is_widened: bool
     vocabulary: int
     lossy_top_k: int | None
+    read_workers: int
 
     @property
     def reads_past_page_cache(self) -> bool:
@@ -159,6 +167,7 @@ def load_engine(
     prefill_step: int | None = None,
     keep_streaming: bool = False,
     spread: bool = True,
+    spreader: Spreader | None = None,
     max_kv_size: int | None = None,
     kv_bits: int | None = None,
     check: str = "first",
@@ -172,7 +181,8 @@ def load_engine(
     routers pick fewer experts and weigh them as they weigh any: other tokens, fewer reads.
 
     `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
-    keeps to one CPU stream: for measuring.
+    keeps to one CPU stream: for measuring. `spreader` lends the streams of an earlier load, which
+    MLX never ends.
     """
     if check not in CHECKS:
         raise SourceError(f"check: {check!r} is none of {', '.join(CHECKS)}")
@@ -219,9 +229,11 @@ def load_engine(
 
     is_widened = needs_float32(model)  # some have switch layers that are no experts
     compute_in_float32(model)
-    spreader = Spreader.for_machine() if spread else Spreader(1)
+    if spreader is None:
+        spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
-    pool = ThreadPoolExecutor(max_workers=READ_WORKERS, thread_name_prefix="moepack-read")
+    n_workers = _read_workers(opened, direct)
+    pool = ThreadPoolExecutor(max_workers=n_workers, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
         n_slots = plan.slots_per_layer[index]
         reader = RecordReader(opened, index, pool, direct, check)
@@ -256,7 +268,20 @@ def load_engine(
         is_widened=is_widened,
         vocabulary=shape.vocabulary,
         lossy_top_k=lossy_top_k,
+        read_workers=n_workers,
     )
+
+
+def _read_workers(pack: Pack, direct: bool) -> int:
+    """How many threads read experts: what a probe of the disk found best, if there was one.
+
+    No more than READ_WORKERS where each has a buffer, which `_needs` counts.
+    """
+    largest = max(pack.manifest.modules, key=lambda module: module.stride)
+    if direct and any(needs_buffer(module) for module in pack.manifest.modules):
+        return READ_WORKERS
+    disk = known_disk(pack.expert_file(largest), largest.record_nbytes)
+    return READ_WORKERS if disk is None else disk.read_workers
 
 
 def measure_needs(pack: Pack, context: int = DEFAULT_CONTEXT) -> Needs:
@@ -341,7 +366,7 @@ def read_config(pack: Pack) -> dict[str, Any]:
         validate_config(str(path), config)
     except FormatError:
         raise
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise FormatError(f"{path}: not a model's config ({error})") from error
     return config
 

@@ -1,11 +1,13 @@
 """How much memory this process may have, from the operating system."""
 
+import ctypes
+import gc
 from pathlib import Path
 
 import mlx.core as mx
 import psutil
 
-__all__ = ["available_memory", "cgroup_limit", "resident_memory"]
+__all__ = ["available_memory", "cgroup_limit", "release_memory", "resident_memory"]
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -52,3 +54,15 @@ def cgroup_limit(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> int | Non
 def resident_memory() -> int:
     """Bytes of RAM this process has now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def release_memory() -> None:
+    """Give the system back what nothing refers to any more, a dropped model's weights above all.
+
+    glibc keeps what was freed for itself: of a model of 1.2 GB, 160 MB stayed.
+    """
+    gc.collect()
+    mx.clear_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have no such thing
+    if trim is not None:
+        trim(0)

@@ -5,8 +5,9 @@ never touch MLX or the slot maps.
 
 Reads go through the page cache, or past it where it could not hold the files anyway: then filling
 and emptying it costs more than it gives (tools/EXPERIMENTS.md). Past it, Linux (O_DIRECT) reads
-into an aligned buffer of the thread's own, copied from there; macOS (F_NOCACHE) reads as ever. The
-macOS path was written from its documentation and has not been run by its authors.
+straight into a slot whose parts are whole pages, else into an aligned buffer of the thread's own,
+copied from there; macOS (F_NOCACHE) reads as ever. The macOS path was written from its
+documentation and has not been run by its authors.
 """
 
 import errno
@@ -20,19 +21,30 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from moepack.formats.errors import FormatError
 from moepack.formats.manifest import ExpertModule
 from moepack.formats.pack import Pack
+from moepack.runtime.banks import PAGE_NBYTES
 
-__all__ = ["CHECKS", "RecordReader", "bypasses_page_cache", "open_direct", "repair_command"]
+__all__ = [
+    "CHECKS",
+    "READ_WORKERS",
+    "RecordReader",
+    "bypasses_page_cache",
+    "needs_buffer",
+    "open_direct",
+    "repair_command",
+]
 
 CHECKS = ("first", "always", "never")  # which reads of a record are compared with its digest
 
+READ_WORKERS = 4  # threads that read, at least
 SECTOR_NBYTES = 512
 # O_DIRECT wants offsets, lengths and memory to be multiples of the device's block, at most this.
-ALIGNMENT = 4096
+ALIGNMENT = PAGE_NBYTES
 O_DIRECT = int(getattr(os, "O_DIRECT", 0))  # of Linux; Python has the name there only
 F_NOCACHE = 48  # of macOS <sys/fcntl.h>; Python's fcntl has it there alone
 # Below this share of the files in it, the page cache is slower than none: 0.88 ms a record of 1 MB
@@ -45,6 +57,11 @@ def bypasses_page_cache(expert_nbytes: int, free_nbytes: int) -> bool:
     return free_nbytes < WORTH_CACHING * expert_nbytes
 
 
+def needs_buffer(module: ExpertModule) -> bool:
+    """Whether reads of a module past the page cache go by a buffer of each thread's."""
+    return sys.platform != "darwin" and any(part.nbytes % ALIGNMENT for part in module.parts)
+
+
 def repair_command(pack: Pack) -> str:
     """What to type about a pack with wrong bytes in it."""
     return f"moepack repair {shlex.quote(str(pack.path))} SOURCE"
@@ -53,8 +70,8 @@ def repair_command(pack: Pack) -> str:
 class RecordReader:
     """Reads the records of one module. `layer` is the module's place in the pack, for messages.
 
-    `is_direct`: reads go past the page cache, as asked and where the file system can. `check` is
-    one of CHECKS.
+    `is_direct`: reads go past the page cache, as asked and where the file system can. The rows read
+    into are those of Banks. `check` is one of CHECKS.
     """
 
     def __init__(
@@ -78,6 +95,7 @@ class RecordReader:
             self._fd, self.is_direct = _open(self._path, direct)
         except OSError as error:
             raise FormatError(f"{self._path}: {error.strerror}") from error
+        self._needs_buffer = self.is_direct and needs_buffer(self.module)
 
     def close(self) -> None:
         """Close the file. Reads after this fail."""
@@ -140,12 +158,13 @@ class RecordReader:
             os.posix_fadvise(self._fd, expert * stride, stride, os.POSIX_FADV_DONTNEED)
 
     def _read(self, expert: int, row: list[memoryview]) -> None:
-        if self.is_direct and sys.platform != "darwin":
+        if self._needs_buffer:
             view = _aligned_buffer(self.module.stride)
             self._fill([view], expert, len(view))
+            buffer = np.frombuffer(view, np.uint8)
             start = 0
-            for target in row:
-                target[:] = view[start : start + len(target)]
+            for target in row:  # by NumPy, which lets other threads run meanwhile
+                np.copyto(np.frombuffer(target, np.uint8), buffer[start : start + len(target)])
                 start += len(target)
         else:
             self._fill(row, expert, self.module.record_nbytes)

@@ -55,6 +55,8 @@ class StreamedExperts(StandIn):
         self._unevaluated: list[mx.array] = []
         self.counters = LayerCounters(Counters(), Counters())
         self.record: Record | None = None
+        # Called between the waves of a call, which may take long; what it raises ends the call.
+        self.checkpoint: Callable[[], object] | None = None
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """As the stock module: x `(..., dim)`, indices `(..., k)` -> `(..., k, out)`.
@@ -172,6 +174,11 @@ class StreamedExperts(StandIn):
         return self._slots.n_slots
 
     @property
+    def residents(self) -> list[int]:
+        """The experts in memory now, in order of last use. Any thread may ask."""
+        return list(self._slots.slot_of)
+
+    @property
     def number(self) -> int:
         """The layer's place in the pack."""
         return self._reader.layer
@@ -239,6 +246,8 @@ class StreamedExperts(StandIn):
         futures = self._start_wave(waves[0], counters)
         try:
             for wave, following in zip(waves, [*waves[1:], None], strict=True):
+                if self.checkpoint is not None:
+                    self.checkpoint()
                 self._finish_reads(wave, futures, counters)
                 futures = []
                 y = runner.start(wave)

@@ -8,15 +8,19 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from moepack.formats.errors import FormatError
 from moepack.runtime.loading import Engine
 from moepack.runtime.policy import DecayedFrequency
+from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.user_cache import cache_folder, write_whole
 
-__all__ = ["profile_path", "save_profile", "warm_up"]
+__all__ = ["SHIPPED_NAME", "profile_path", "save_profile", "warm_up"]
 
 MAX_PROFILE_NBYTES = 64 * 2**20  # a thousand layers of two thousand experts take 20 MB
+SHIPPED_NAME = "hot_experts.json"  # a profile in a pack, of whoever made that
 LEAST_SCORE = 1e-6  # of an expert last used some 240 tokens ago; less is not worth a read
 
 
@@ -36,14 +40,16 @@ def save_profile(engine: Engine, path: Path) -> None:
     write_whole(path, json.dumps({"scores": layers}))
 
 
-def warm_up(engine: Engine, path: Path) -> int:
+def warm_up(engine: Engine, path: Path) -> list[str]:
     """Take over scores kept at `path` and read the experts they favour into free slots.
 
-    Returns how many were read: none where there is no profile, or one that does not fit. Raises
-    FormatError for a record that cannot be read.
+    Without scores there, those that the pack ships are taken. None are read where neither are, or
+    where they do not fit. Returns a line for each
+    record that is damaged or cannot be read: its expert is left on disk, where a router that picks
+    it finds the same, and then that is an error.
     """
-    kept = _read_profile(path)
-    n_read = 0
+    kept = _read_profile(path) or _read_profile(engine.pack.path / SHIPPED_NAME)
+    problems: list[str] = []
     for layer in engine.layers:
         scores = kept.get(str(layer.number), [])
         if len(scores) != layer.n_experts or not isinstance(layer.policy, DecayedFrequency):
@@ -51,9 +57,23 @@ def warm_up(engine: Engine, path: Path) -> int:
         layer.policy.scores = scores
         worth = [e for e in range(layer.n_experts) if scores[e] >= LEAST_SCORE]
         best = sorted(worth, key=scores.__getitem__, reverse=True)[: layer.n_slots]
-        layer.preload(best[::-1])  # the best one last: the most recently used
-        n_read += len(best)
-    return n_read
+        problems += _preload(layer, best[::-1])  # the best one last: the most recently used
+    return problems
+
+
+def _preload(layer: StreamedExperts, experts: Sequence[int]) -> list[str]:
+    """Read all at once, or, if that fails, each alone; returns what is wrong with some."""
+    try:
+        layer.preload(experts)
+    except FormatError:
+        problems = []
+        for expert in experts:
+            try:
+                layer.preload([expert])
+            except FormatError as error:
+                problems.append(str(error))
+        return problems
+    return []
 
 
 def _read_profile(path: Path) -> dict[str, list[float]]:

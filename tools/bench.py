@@ -8,7 +8,9 @@ that flatter every cache.
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moepack.formats.sizes import format_size
+from moepack.tools.bench_table import lines_of
 from moepack.tools.options import Name, debug_option, json_option, memory_option
-from moepack.tools.reporting import note, peak_memory
+from moepack.tools.plots import draw_speeds, plot_option
+from moepack.tools.reporting import note, peak_memory, progress
 from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
     from moepack.runtime.counters import Counters
     from moepack.tools.bench_arms import Arm
 
-__all__ = ["command", "lines_of"]
+__all__ = ["command"]
 
+Done = Callable[[str], None]
 PROMPT_ARMS = ("mlx-lm", "resident", "quarter")
 MOST_KEPT = 0.02  # of files that were dropped from the page cache: above this they were not
 
@@ -39,11 +43,36 @@ MOST_KEPT = 0.02  # of files that were dropped from the page cache: above this t
 @click.option(
     "--source", type=Name(), help="Its checkpoint: adds arms loaded by mlx-lm from there."
 )
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--tokens", type=click.IntRange(2), default=16, show_default=True)
-@click.option("--prompt-tokens", type=click.IntRange(8), default=256, show_default=True)
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="After one to warm up; figures are medians.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(2),
+    default=16,
+    show_default=True,
+    help="To decode, an arm and round.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(8),
+    default=256,
+    show_default=True,
+    help="Of the prompts that are read.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Same seed, same tokens.",
+)
 @memory_option
+@plot_option("--plot", "Draw the speed of decoding, and the bytes read for it, of each arm.")
 @json_option
 @debug_option
 def command(
@@ -54,6 +83,7 @@ def command(
     prompt_tokens: int,
     seed: int,
     memory: int | str,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Measure decoding, prompts, reads and loading, arms interleaved.
@@ -97,8 +127,13 @@ def command(
     can_warm = manifest.expert_nbytes < available_memory() - resident_memory()
     rng = np.random.default_rng(seed)
     decoding = Decoding(opened, arms, can_warm)
-    decoding.run(rounds, tokens, rng)
-    figures = {
+    load_problem = problem or fit.problem_of_another
+    n_rounds = 1 + rounds * (2 if load_problem is not None else 3)
+    with _rounds_shown(n_rounds) as done:
+        decoding.run(rounds, tokens, rng, done)
+        prefill = prefill_figures(opened, arms, rounds, prompt_tokens, rng, can_warm, done)
+        load = load_figures(opened, rounds, load_problem, done)
+    figures: dict[str, Any] = {
         "pack": str(opened.path),
         "machine": machine_facts(free),
         "rounds": rounds,
@@ -109,12 +144,27 @@ def command(
         "left_out": fit.left_out,
         "base": arms[0].name,
         "decode": {arm.name: decoding.figures(arm, arms[0].name) for arm in arms},
-        "prefill": prefill_figures(opened, arms, rounds, prompt_tokens, rng, can_warm),
+        "prefill": prefill,
         "reads": decoding.reads(fit.left_out.get("floor-cold")),
-        "load": load_figures(opened, rounds, problem or fit.problem_of_another),
+        "load": load,
         "peak_memory": peak_memory(),
     }
     click.echo(json.dumps(figures) if as_json else "\n".join(lines_of(figures)))
+    if plot is not None:
+        draw_speeds(plot, figures["decode"], figures["base"], opened.path.name)
+
+
+@contextmanager
+def _rounds_shown(n_rounds: int) -> Iterator[Done]:
+    """To be told of each round: a bar where stderr is a terminal, else a line a round."""
+    with progress("measuring", n_rounds, unit="round") as advance:
+
+        def done(what: str) -> None:
+            advance(1)
+            if not sys.stderr.isatty():
+                note(what)
+
+        yield done
 
 
 def _source_folder(source: str, opened: "Pack") -> Path:
@@ -175,9 +225,9 @@ class Decoding:
         self._seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
         self._counted: dict[str, list[Counters]] = {arm.name: [] for arm in arms}
         self._cached: dict[str, list[float]] = {arm.name: [] for arm in arms}
-        self._raw: list[float] = []
+        self._reads: list[dict[str, float]] = []
 
-    def run(self, rounds: int, tokens: int, rng: "np.random.Generator") -> None:
+    def run(self, rounds: int, tokens: int, rng: "np.random.Generator", done: Done) -> None:
         """Decode `tokens` forced tokens by every arm, `rounds` times after one to warm up."""
         from moepack.tools.bench_arms import vocabulary, warm_pages
 
@@ -191,10 +241,11 @@ class Decoding:
             first = round_ % len(warm)
             for arm in [*warm[first:], *warm[:first], *cold]:
                 self._take_turn(arm, forced, is_counted=round_ > 0)
-            note(f"decoding: round {round_} of {rounds}")
+            done(f"decoding: round {round_} of {rounds}")
 
     def _take_turn(self, arm: "Arm", forced: list[int], *, is_counted: bool) -> None:
         from moepack.tools import bench_arms
+        from moepack.tools.bench_reads import read_rates
 
         drop = partial(bench_arms.drop_pages, self._files) if arm.is_cold else None
         if drop is not None:
@@ -210,14 +261,16 @@ class Decoding:
         if share is not None:
             self._cached[arm.name].append(share)
         if arm.name == "floor-cold" and counted.misses:
-            rate = bench_arms.raw_read(
+            assert arm.engine is not None
+            rates = read_rates(
                 self._opened,
                 counted.misses,
                 len(forced),
-                len(self._raw),
+                len(self._reads),
+                arm.engine.read_workers,
                 past_page_cache=arm.reads_past_page_cache,
             )
-            self._raw.append(rate)
+            self._reads.append(rates)
 
     def figures(self, arm: "Arm", base: str) -> dict[str, Any]:
         """Of one arm. `own_us` is known only where every call found all its experts."""
@@ -259,27 +312,35 @@ class Decoding:
         """What floor-cold got from the disk, against reading alone. Rates in bytes a second.
 
         `waited_bytes_per_second` is by the time that calls waited for reads: less than reads took
-        where something was computed meanwhile.
+        where something was computed meanwhile. The other rates are those of `bench_reads`.
         """
         from moepack.runtime.counters import add
-        from moepack.runtime.loading import READ_WORKERS
+        from moepack.tools.bench_reads import ARMS
 
         rounds = self._counted.get("floor-cold", [])
-        if problem is None and len(self._raw) < len(rounds):
+        if problem is None and len(self._reads) < len(rounds):
             problem = "floor-cold had nothing to read"
         if problem is not None:
             return {"left_out": problem}
         waited = [counted.bytes_read / max(counted.read_s, 1e-9) for counted in rounds]
         total = add(rounds)
         (arm,) = (arm for arm in self._arms if arm.name == "floor-cold")
+        assert arm.engine is not None
+        raw = [rates["raw"] for rates in self._reads]
         return {
             "records_per_token": total.misses / (self._tokens * len(rounds)),
             "record_bytes": total.bytes_read / total.misses,
-            "workers": READ_WORKERS,
+            "workers": arm.engine.read_workers,
             "past_page_cache": arm.reads_past_page_cache,
-            "raw_bytes_per_second": statistics.median(self._raw),
             "waited_bytes_per_second": statistics.median(waited),
-            "ratio": median_ratio(waited, self._raw),
+            "ratio": median_ratio(waited, raw),
+            "alone": {
+                name: {
+                    "bytes_per_second": statistics.median(r[name] for r in self._reads),
+                    "ratio": median_ratio([r[name] for r in self._reads], raw),
+                }
+                for name in ARMS
+            },
         }
 
 
@@ -290,6 +351,7 @@ def prefill_figures(
     n_tokens: int,
     rng: "np.random.Generator",
     can_warm: bool,
+    done: Done,
 ) -> dict[str, Any]:
     """Seconds from a prompt to its first token, and bytes read for it; files warm if they can be.
 
@@ -313,7 +375,7 @@ def prefill_figures(
             nbytes[arm.name] = [
                 n + b - a for n, a, b in zip(nbytes[arm.name], before, after, strict=True)
             ]
-        note(f"prompts: round {round_ + 1} of {rounds}")
+        done(f"prompts: round {round_ + 1} of {rounds}")
     figures = {}
     for name, times in seconds.items():
         (arm,) = (arm for arm in chosen if arm.name == name)
@@ -333,7 +395,7 @@ def prefill_figures(
     return figures
 
 
-def load_figures(opened: "Pack", rounds: int, problem: str | None) -> dict[str, Any]:
+def load_figures(opened: "Pack", rounds: int, problem: str | None, done: Done) -> dict[str, Any]:
     """Seconds to load the floor engine, and to read shared.bin once, the pack's files cold."""
     from moepack.tools.bench_arms import drop_pages, load_seconds, read_seconds
 
@@ -346,75 +408,10 @@ def load_figures(opened: "Pack", rounds: int, problem: str | None) -> dict[str, 
         loads.append(load_seconds(opened))
         drop_pages(files)
         reads.append(read_seconds([opened.shared_file]))
-        note(f"loading: round {round_ + 1} of {rounds}")
+        done(f"loading: round {round_ + 1} of {rounds}")
     return {
         "seconds": statistics.median(loads),
         "shared_bytes": opened.manifest.shared_nbytes,
         "read_seconds": statistics.median(reads),
         "ratio": median_ratio(loads, reads),
     }
-
-
-def lines_of(figures: Mapping[str, Any]) -> list[str]:
-    """The figures for a person."""
-    machine = figures["machine"]
-    lines = [
-        f"{machine['cores']} cores, {machine['device_name'] or machine['device']}, "
-        f"{format_size(machine['free_memory'])} free, MLX {machine['mlx']} on "
-        f"{machine['device']}, mlx-lm {machine['mlx-lm']}, moepack {machine['moepack']}",
-        *(f"left out: {name}: {reason}" for name, reason in figures["left_out"].items()),
-        "",
-        f"decoding, medians of {figures['rounds']} rounds of {figures['tokens']} forced tokens",
-        f"{'':13} tokens/s  x {figures['base']:9} hits  read/token  own us  experts; files",
-    ]
-    for name, arm in figures["decode"].items():
-        hits, nbytes, own_us = (arm.get(key) for key in ("hit_rate", "bytes_per_token", "own_us"))
-        files = arm["files"]
-        if files != "not read" and arm["files_cached"] is not None:
-            files += f" ({100 * arm['files_cached']:.0f} % in it at the start)"
-        lines.append(
-            f"{name:13} {arm['tokens_per_second']:8.2f}  {arm['ratio']:11.3f} "
-            f"{'' if hits is None else f'{100 * hits:.1f}%':>6}  "
-            f"{'' if nbytes is None else format_size(round(nbytes)):>10}  "
-            f"{'' if own_us is None else f'{own_us:.1f}':>6}  "
-            f"{arm['experts']}; files {files}"
-        )
-    lines += [
-        "own us: moepack's bookkeeping a layer and token, where every call finds its experts",
-        "",
-        f"prompts of {figures['prompt_tokens']} tokens to the first token, files as for decoding",
-        f"{'':13} seconds  x resident  x mlx-lm  chunks of   read  of experts asked for",
-    ]
-    for name, arm in figures["prefill"].items():
-        ratios = ["" if arm[k] is None else f"{arm[k]:.3f}" for k in ("of_resident", "of_mlx_lm")]
-        line = (
-            f"{name:13} {arm['seconds']:7.2f}  {ratios[0]:>10}  {ratios[1]:>8}  "
-            f"{arm['chunks']:6} {arm['step']:>4}"
-        )
-        if arm["bytes_read"] is not None:
-            read, touched = (format_size(round(arm[k])) for k in ("bytes_read", "bytes_touched"))
-            line += f"  {read}  {touched}, each once per chunk and layer"
-        lines.append(line)
-    reads, load = figures["reads"], figures["load"]
-    lines.append("")
-    if "left_out" in reads:
-        lines.append(f"reads: left out: {reads['left_out']}")
-    else:
-        lines += [
-            f"reads, cold, {reads['records_per_token']:.1f} records of "
-            f"{format_size(round(reads['record_bytes']))} a token, {reads['workers']} workers, "
-            f"{'past' if reads['past_page_cache'] else 'through'} the page cache",
-            f"  raw         {format_size(round(reads['raw_bytes_per_second']))}/s",
-            f"  floor-cold  {format_size(round(reads['waited_bytes_per_second']))}/s of the time "
-            f"its calls waited, {reads['ratio']:.3f} x raw",
-        ]
-    if "left_out" in load:
-        lines.append(f"loading: left out: {load['left_out']}")
-    else:
-        lines.append(
-            f"loading, cold: floor engine {load['seconds']:.3f} s; reading shared.bin "
-            f"({format_size(load['shared_bytes'])}) {load['read_seconds']:.3f} s; "
-            f"{load['ratio']:.2f} x"
-        )
-    lines.append(f"peak memory of all arms together {format_size(figures['peak_memory'])}")
-    return lines

@@ -11,12 +11,9 @@ import ctypes
 import gc
 import mmap
 import os
-import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from moepack.formats.manifest import Manifest
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import format_size
 from moepack.runtime.counters import Counters
-from moepack.runtime.loading import READ_WORKERS, Engine, load_engine
+from moepack.runtime.loading import Engine, load_engine
 from moepack.runtime.memory import RESIDENT_PREFILL_STEP, SLACK, MemoryPlan, Needs, plan_memory
 
 __all__ = [
@@ -45,7 +42,6 @@ __all__ = [
     "load_seconds",
     "prefill_seconds",
     "prompt_nbytes",
-    "raw_read",
     "read_seconds",
     "since",
     "vocabulary",
@@ -259,53 +255,6 @@ def load_seconds(pack: Pack) -> float:
     del engine
     gc.collect()
     return elapsed
-
-
-def raw_read(
-    pack: Pack, n_records: int, n_batches: int, seed: int, *, past_page_cache: bool
-) -> float:
-    """Bytes a second of cold reads of whole records at random places, nothing else being done.
-
-    As many reads are under way as in an engine, by as many threads, but none waits for a layer. No
-    record is read twice in a batch, and pages are dropped before each, which is not counted.
-    """
-    rng = random.Random(seed)
-    modules = pack.manifest.modules
-    paths = [pack.expert_file(module) for module in modules]
-    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if past_page_cache else 0)
-    places = [(i, expert) for i, module in enumerate(modules) for expert in range(module.n_experts)]
-    largest = max(module.stride for module in modules)
-    local = threading.local()
-
-    def buffer() -> memoryview:
-        if not hasattr(local, "view"):
-            local.view = memoryview(mmap.mmap(-1, largest))  # page-aligned
-        view: memoryview = local.view
-        return view
-
-    def read(place: tuple[int, int]) -> int:
-        index, expert = place
-        module = modules[index]
-        nbytes = module.stride if past_page_cache else module.record_nbytes
-        done = os.preadv(files[index], [buffer()[:nbytes]], expert * module.stride)
-        assert done == nbytes
-        return module.record_nbytes
-
-    nbytes, seconds = 0, 0.0
-    files = [os.open(path, flags) for path in paths]
-    try:
-        with ThreadPoolExecutor(READ_WORKERS, thread_name_prefix="moepack-raw") as pool:
-            for batch in range(n_batches):
-                n = (batch + 1) * n_records // n_batches - batch * n_records // n_batches
-                picked = rng.sample(places, min(n, len(places)))
-                drop_pages(paths)
-                started = time.perf_counter()
-                nbytes += sum(pool.map(read, picked))
-                seconds += time.perf_counter() - started
-    finally:
-        for file in files:
-            os.close(file)
-    return nbytes / seconds
 
 
 def drop_pages(paths: Sequence[Path]) -> None:

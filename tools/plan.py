@@ -6,8 +6,6 @@ by a process of its own, so that what that takes is not counted as what a run st
 """
 
 import json
-import multiprocessing
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +18,12 @@ from moepack.formats.errors import BudgetError, FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest
 from moepack.formats.pack import SHARED_NAME, Pack, is_pack
 from moepack.formats.sizes import format_size
+from moepack.tools.apart import apart
 from moepack.tools.options import Name, debug_option, json_option, memory_option
 from moepack.tools.reporting import note
 from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from moepack.runtime.disk import DiskFigures
     from moepack.runtime.memory import MemoryPlan, Needs
 
@@ -103,7 +100,7 @@ def _find(model: str, folder: Path) -> Subject:
         pack = packs.open_pack(str(path))
         largest = max(pack.manifest.modules, key=lambda m: m.stride * m.n_experts)
         return Subject(pack, pack.expert_file(largest))
-    manifest, file = _apart(lay_out_unread, model, folder)
+    manifest, file = apart(lay_out_unread, model, folder)
     return Subject(Pack(folder, manifest), file)
 
 
@@ -138,39 +135,6 @@ def lay_out_unread(model: str, folder: Path) -> tuple[Manifest, Path | None]:
     )
     is_here = store is None
     return manifest, max(source.shards, key=lambda s: s.stat().st_size) if is_here else None
-
-
-def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of its own, which starts afresh; or what it raises."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(sender, function, arguments), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        is_error, result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise SourceError(
-            f"the process that reads headers ended early (status {process.exitcode})"
-        ) from None
-    finally:
-        process.terminate()
-        process.join()
-        receiver.close()
-    if is_error:
-        raise result
-    return result
-
-
-def _work(sender: "Connection", function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """What that process does. An interrupt ends it without a word; its parent speaks."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        answer: tuple[bool, Any] = (False, function(*arguments))
-    except Exception as error:
-        answer = (True, error)
-    sender.send(answer)
 
 
 def _tokenizer(pack: Pack) -> object:
@@ -253,9 +217,7 @@ def tokens_per_second(
     is more than memory allows, if each token reads all shared weights and its experts once, at
     twice the fastest rate of copies from the page cache. A resident plan reads no disk.
     """
-    from moepack.runtime.loading import READ_WORKERS
-
-    rate = disk.uncached_rate(READ_WORKERS)
+    rate = disk.uncached_rate
     picked = _bytes_per_token(modules, needs)
     missed = sum(
         k * m.record_nbytes * (1 - n / m.n_experts)
@@ -292,7 +254,6 @@ def _smallest(works: Callable[[int], bool]) -> int:
 
 def _lines(figures: Mapping[str, Any], disk: "DiskFigures | None") -> list[str]:
     """The same for a person."""
-    from moepack.runtime.loading import READ_WORKERS
     from moepack.runtime.memory import ceil_size
 
     memory, speed = figures["memory"], figures["tokens_per_second"]
@@ -316,7 +277,7 @@ def _lines(figures: Mapping[str, Any], disk: "DiskFigures | None") -> list[str]:
     ]
     if disk is None:
         return lines
-    uncached, cached = disk.uncached_rate(READ_WORKERS), max(disk.cached.values())
+    uncached, cached = disk.uncached_rate, max(disk.cached.values())
     lines.append(
         f"disk      {format_size(round(uncached))}/s at random, {format_size(round(cached))}/s "
         f"from the page cache, in blocks of {format_size(disk.block_bytes)}; measured {disk.date}"

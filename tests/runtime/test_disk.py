@@ -30,6 +30,7 @@ from moepack.runtime.disk import (
     probe_disk,
     random_offsets,
 )
+from moepack.runtime.reading import READ_WORKERS
 
 PAGE = ALIGNMENT
 
@@ -116,7 +117,15 @@ def test_best_are_the_fewest_workers_that_are_about_as_fast(
 def test_rate_of_workers_not_measured_is_that_of_the_next_fewer() -> None:
     """A slow disk leaves no time for many."""
     figures = some_figures()
-    assert [figures.uncached_rate(n) for n in (1, 2, 3, 4, 16)] == [1e9, 1.5e9, 1.5e9, 1.8e9, 1.8e9]
+    rates = {1: 1e9, 2: 1.5e9}
+    assert replace(figures, uncached=rates, best_workers=2).uncached_rate == 1.5e9
+    assert replace(figures, uncached={1: 1e9}, best_workers=1).uncached_rate == 1e9
+
+
+def test_a_run_reads_with_as_many_workers_as_were_found_best() -> None:
+    """But no fewer than copies from the page cache want."""
+    assert replace(some_figures(), best_workers=1).read_workers == READ_WORKERS
+    assert replace(some_figures(), best_workers=16).read_workers == 16
 
 
 def test_figures_are_kept_by_device_and_about_a_size() -> None:

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 from moepack.formats.errors import FormatError
 from moepack.formats.pack import Pack
 from moepack.runtime.banks import Banks
-from moepack.runtime.reading import RecordReader, bypasses_page_cache
+from moepack.runtime.reading import RecordReader, bypasses_page_cache, needs_buffer
 
 
 @pytest.fixture
@@ -29,6 +30,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def pack(q4_pack: Path, tmp_path: Path) -> Pack:
     """A copy of the 4-bit pack, to damage."""
     return Pack.open(shutil.copytree(q4_pack, tmp_path / "copy.moepack"))
+
+
+@pytest.fixture
+def pack_of_pages(float_pack: Path) -> Pack:
+    """A pack whose records' parts are whole pages each."""
+    pack = Pack.open(float_pack)
+    assert not any(map(needs_buffer, pack.manifest.modules))
+    return pack
 
 
 @pytest.fixture(params=[False, True], ids=["cached", "direct"])
@@ -63,6 +72,27 @@ def test_records_arrive_exactly(reader: RecordReader, pack: Pack) -> None:
     assert row_bytes(banks.rows[0]) == record(reader, pack, 0)
     assert row_bytes(banks.rows[3]) == record(reader, pack, 15)
     assert not any(row_bytes(banks.rows[1]))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="reads there need no aligned memory")
+def test_parts_of_whole_pages_are_read_past_the_page_cache_in_place(
+    pack_of_pages: Pack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer between; those of other sizes go by one."""
+    reader = RecordReader(pack_of_pages, 1, pool, direct=True)
+    if not reader.is_direct:
+        pytest.skip("this file system has no direct reads")
+    monkeypatch.setattr("moepack.runtime.reading._aligned_buffer", None)
+    banks = Banks(reader.module, 3)
+    reader.read_all([9, 0, 15], banks.rows)
+    for row, expert in zip(banks.rows, (9, 0, 15), strict=True):
+        assert row_bytes(row) == record(reader, pack_of_pages, expert)
+    reader.close()
+
+
+def test_only_parts_of_whole_pages_need_no_buffer(pack: Pack) -> None:
+    """4-bit parts of the tiny model are smaller."""
+    assert all(map(needs_buffer, pack.manifest.modules)) is (sys.platform != "darwin")
 
 
 def test_arrays_see_what_was_read(reader: RecordReader, pack: Pack) -> None:

@@ -1,15 +1,19 @@
 """Warm start: another run's favourites are in memory at the start, and the tokens are the same."""
 
+import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from tiny_models import random_tokens, run_prompt
+from tiny_models import random_tokens, run_prompt, text_of
 
+from moepack.formats.errors import FormatError
 from moepack.formats.pack import Pack
 from moepack.runtime.loading import Engine, load_engine
 from moepack.runtime.policy import DecayedFrequency
-from moepack.runtime.warm import profile_path, save_profile, warm_up
+from moepack.runtime.warm import SHIPPED_NAME, profile_path, save_profile, warm_up
+from moepack.tools.cli import main
 
 TOKENS = random_tokens(30)
 
@@ -34,7 +38,8 @@ def test_a_warm_engine_begins_where_the_last_ended_and_says_the_same(
     save_profile(cold, tmp_path / "p.json")
 
     warm = streamed(q4_pack)
-    assert warm_up(warm, tmp_path / "p.json") == sum(len(r) for r in residents(warm)) == 10
+    assert warm_up(warm, tmp_path / "p.json") == []
+    assert sum(len(r) for r in residents(warm)) == 10
     for layer, old in zip(warm.layers, cold.layers, strict=True):
         assert isinstance(old.policy, DecayedFrequency)
         scores = old.policy.relative_scores()
@@ -47,6 +52,24 @@ def test_a_warm_engine_begins_where_the_last_ended_and_says_the_same(
     assert mx.array_equal(run_prompt(warm.model, TOKENS, n_decoded=12), wanted)
 
 
+def test_without_a_run_before_the_experts_that_the_pack_ships_are_read(
+    q4_pack: Path, tmp_path: Path
+) -> None:
+    """A profile of the user's own goes before it."""
+    shipped = [float(e in (3, 8)) for e in range(16)]
+    own = [float(e == 5) for e in range(16)]
+    pack = Path(shutil.copytree(q4_pack, tmp_path / "pack"))
+    (pack / SHIPPED_NAME).write_text(json.dumps({"scores": {"0": shipped, "1": shipped}}))
+    engine = streamed(pack)
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert residents(engine) == [{3, 8}, {3, 8}]
+
+    (tmp_path / "p.json").write_text(json.dumps({"scores": {"0": own, "1": own}}))
+    engine = streamed(pack)
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert residents(engine) == [{5}, {5}]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"scores": []}', '{"scores": {"0": [1, 2]}}', '{"scores": {"0": ["x"]}}'],
@@ -57,8 +80,8 @@ def test_a_profile_that_does_not_fit_is_no_profile(
     """Damaged, or of a layer with other experts: the start is a cold one."""
     (tmp_path / "p.json").write_text(text)
     engine = streamed(q4_pack)
-    assert warm_up(engine, tmp_path / "p.json") == 0
-    assert warm_up(engine, tmp_path / "none.json") == 0
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert warm_up(engine, tmp_path / "none.json") == []
     assert residents(engine) == [set(), set()]
 
 
@@ -66,7 +89,73 @@ def test_scores_that_are_no_numbers_are_refused(q4_pack: Path, tmp_path: Path) -
     """JSON as Python writes it knows NaN."""
     scores = ", ".join(["NaN"] * 16)
     (tmp_path / "p.json").write_text(f'{{"scores": {{"0": [{scores}]}}}}')
-    assert warm_up(streamed(q4_pack), tmp_path / "p.json") == 0
+    engine = streamed(q4_pack)
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert residents(engine) == [set(), set()]
+
+
+def favouring(pack: Path, path: Path, experts: list[int]) -> None:
+    """A profile of a run that used these experts of every layer, the last one most."""
+    scores = [1.0 + experts.index(e) if e in experts else 0.0 for e in range(16)]
+    layers = {str(i): scores for i in range(len(Pack.open(pack).manifest.modules))}
+    path.write_text(json.dumps({"scores": layers}))
+
+
+def damage(pack: Path, layer: int, expert: int) -> None:
+    """Flip a bit in a record; again, and it is as it was."""
+    module = Pack.open(pack).manifest.modules[layer]
+    with (pack / module.file).open("r+b") as file:
+        file.seek(expert * module.stride + 7)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_favourite_is_told_and_left_on_disk(q4_pack: Path, tmp_path: Path) -> None:
+    """The others are read. A router that picks it gets an error; once repaired, the expert."""
+    wanted = run_prompt(streamed(q4_pack).model, TOKENS)
+    pack = Path(shutil.copytree(q4_pack, tmp_path / "p.moepack"))
+    favouring(pack, tmp_path / "p.json", [3, 9, 11, 14, 2])
+    damage(pack, 1, 11)
+    damage(pack, 1, 3)
+    engine = streamed(pack)
+    problems = warm_up(engine, tmp_path / "p.json")
+    assert [p.partition(": ")[0] for p in problems] == ["layer 1 expert 3", "layer 1 expert 11"]
+    assert all(p.endswith(f"; moepack repair {pack} SOURCE") for p in problems)
+    assert residents(engine) == [{3, 9, 11, 14, 2}, {9, 14, 2}]
+    for layer in engine.layers:
+        layer._slots.check_integrity()
+    with pytest.raises(FormatError, match=r"layer 1 expert (3|11): .*differs from its digest"):
+        run_prompt(engine.model, TOKENS)
+    damage(pack, 1, 11)
+    damage(pack, 1, 3)
+    assert mx.array_equal(run_prompt(engine.model, TOKENS), wanted)
+
+
+def test_run_warns_of_a_damaged_favourite_and_answers_without_it(
+    q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the answer needs it."""
+    pack = Path(shutil.copytree(q4_pack, tmp_path / "p.moepack"))
+    arguments = ["run", str(pack), "-p", text_of(TOKENS[:1]), "-m", "1", "--expert-cache", "floor"]
+    assert main(arguments) == 0
+    answer = capsys.readouterr().out
+    path = profile_path(streamed(pack))
+    assert path is not None
+    scores = json.loads(path.read_text())["scores"]["1"]
+    unused = scores.index(0)
+    favouring(pack, path, [unused])
+    damage(pack, 1, unused)
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out == answer
+    assert f"warning: layer 1 expert {unused}: " in captured.err
+    assert f"moepack repair {pack} SOURCE" in captured.err
+    damage(pack, 1, used := max(range(16), key=scores.__getitem__))
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"moepack: error: layer 1 expert {used}: " in captured.err
 
 
 def test_the_profile_lies_in_the_users_cache_by_pack_id(q4_pack: Path) -> None:

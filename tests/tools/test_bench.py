@@ -14,6 +14,7 @@ from moepack.runtime.loading import Engine, load_engine, measure_needs
 from moepack.runtime.memory import SLACK, Needs
 from moepack.tools import bench, bench_arms
 from moepack.tools.bench_arms import ARMS, ORDER_OF_NEED, Arm, fit_arms
+from moepack.tools.bench_reads import read_rates
 from moepack.tools.cli import main
 
 COLD = ("quarter-cold", "floor-cold")
@@ -103,7 +104,9 @@ def test_cold_arms_are_cold_and_reads_are_compared_with_theirs(
     assert reads["records_per_token"] * reads["record_bytes"] == pytest.approx(
         cold["bytes_per_token"]
     )
-    assert reads["raw_bytes_per_second"] > 0
+    assert list(reads["alone"]) == ["raw", "reader", "checked"]
+    assert all(figures["bytes_per_second"] > 0 for figures in reads["alone"].values())
+    assert reads["alone"]["raw"]["ratio"] == 1
     assert reads["waited_bytes_per_second"] > 0
     assert reads["ratio"] > 0
     assert load["shared_bytes"] == Pack.open(q4_pack).manifest.shared_nbytes
@@ -262,4 +265,7 @@ def test_raw_reads_are_of_records_that_are_there(q4_pack: Path) -> None:
     if problem is not None:
         pytest.skip(problem)
     for n_records in (7, 1000):
-        assert bench_arms.raw_read(pack, n_records, 3, 0, past_page_cache=False) > 0
+        for direct in (False, True):
+            rates = read_rates(pack, n_records, 3, 0, 2, past_page_cache=direct)
+            assert rates.keys() == {"raw", "reader", "checked"}
+            assert all(rate > 0 for rate in rates.values())

@@ -25,8 +25,9 @@ from moepack.packer.source import write_stub
 from moepack.runtime.disk import DiskFigures
 from moepack.runtime.loading import DEFAULT_CONTEXT, load_engine, measure_needs
 from moepack.runtime.memory import START_VARIATION, MemoryPlan, Needs, plan_memory
+from moepack.tools.apart import apart
 from moepack.tools.cli import main
-from moepack.tools.plan import _apart, _lines, describe, tokens_per_second
+from moepack.tools.plan import _lines, describe, tokens_per_second
 
 BASE = 300 * 10**6
 MEMORY_KEYS = ["shared", "slots", "kv", "prefill", "mlx_cache", "base", "total"]
@@ -322,13 +323,13 @@ def test_disk_that_cannot_be_read_is_told_in_one_line(
 def test_process_that_dies_is_an_error() -> None:
     """Out of memory, say."""
     with pytest.raises(SourceError, match=r"ended early \(status 3\)"):
-        _apart(os._exit, 3)
+        apart(os._exit, 3)
 
 
 def test_error_of_that_process_is_raised_here() -> None:
     """As it was there."""
     with pytest.raises(ValueError, match="invalid literal"):
-        _apart(int, "x")
+        apart(int, "x")
 
 
 @pytest.fixture
@@ -395,16 +396,16 @@ def plan_of(memory: int) -> MemoryPlan:
 
 
 def test_speed_is_between_all_missed_and_as_many_hits_as_slots() -> None:
-    """By the disk's speed for four workers, as a run has."""
+    """By the disk's speed for as many workers as a run has."""
     half = plan_memory(MODULES, NEEDS, available=0, memory=None, expert_cache=121 * 10**6)
     assert half.slots_per_layer == (12, 1)
     speed = tokens_per_second(MODULES, NEEDS, half, DISK)
-    assert speed["low"] == pytest.approx(4e8 / 81e6)
+    assert speed["low"] == pytest.approx(5e8 / 81e6)
     # Three of four picks of the first layer hit, and all of the second: but memory is the bound.
     assert speed["high"] == pytest.approx(10e9 / 1081e6)
     few = replace(half, slots_per_layer=(8, 1))
     fast = replace(DISK, cached={1: 1e12})
-    assert tokens_per_second(MODULES, NEEDS, few, fast)["high"] == pytest.approx(4e8 / 40e6)
+    assert tokens_per_second(MODULES, NEEDS, few, fast)["high"] == pytest.approx(5e8 / 40e6)
 
 
 def test_speed_of_a_resident_plan_is_memorys() -> None:
