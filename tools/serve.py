@@ -1,4 +1,4 @@
-"""`moepack serve`: an OpenAI-compatible server for one pack."""
+"""`moepack serve`: an OpenAI-compatible server and a live page, for one pack or several."""
 
 import ipaddress
 import os
@@ -7,8 +7,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,11 +21,7 @@ from moepack.tools.options import (
     expert_cache_option,
     memory_option,
 )
-from moepack.tools.reporting import WIDENED, note
-
-if TYPE_CHECKING:
-    from moepack.runtime.loading import Engine
-    from moepack.tools.serving.generation import Generation
+from moepack.tools.reporting import note
 
 __all__ = ["command"]
 
@@ -34,7 +31,7 @@ STOP_S = 4.0  # for everything
 
 
 @click.command("serve")
-@click.argument("pack", type=Name())
+@click.argument("packs", type=Name(), nargs=-1, required=True, metavar="PACK...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: any free."
@@ -63,11 +60,17 @@ STOP_S = 4.0  # for everything
     help="Requests that may wait; more are refused.",
 )
 @click.option("--max-body", type=Size(), default="8MB", show_default=True, help="Of a request.")
+@click.option(
+    "--warm-start/--no-warm-start",
+    default=True,
+    show_default=True,
+    help="Begin with the experts that the last run used most.",
+)
 @memory_option
 @expert_cache_option
 @debug_option
 def command(
-    pack: str,
+    packs: tuple[str, ...],
     host: str,
     port: int,
     api_key: str | None,
@@ -75,13 +78,18 @@ def command(
     context: int,
     max_queue: int,
     max_body: int,
+    warm_start: bool,
     memory: int | str,
     expert_cache: int | str,
 ) -> None:
-    """Serve a pack over HTTP, as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve packs over HTTP, as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    Also /health and /metrics. Requests are answered one after the other, in the order they came,
-    greedily unless they ask otherwise. SIGTERM and Ctrl-C end the server with exit code 0.
+    Also a live page at /, /health and /metrics. Requests are answered one after the other, in the
+    order they came, greedily unless they ask otherwise. SIGTERM and Ctrl-C end the server with
+    exit code 0.
+
+    Of several packs, or a folder of them, the field `model` chooses: one at a time is in memory,
+    loaded when it is first asked for.
     """
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
@@ -94,11 +102,13 @@ def command(
     try:
         _serve(
             listener,
-            pack,
+            packs,
             key=api_key,
+            hosts=_hosts(listener, host) if api_key is None else None,
             context=context,
             max_queue=max_queue,
             max_body=max_body,
+            warm_start=warm_start,
             memory=memory,
             expert_cache=expert_cache,
         )
@@ -126,44 +136,47 @@ def _listen(host: str, port: int, *, has_key: bool, is_insecure: bool) -> socket
         raise SourceError(f"{host}, port {port}: {error.strerror}") from error
 
 
+def _hosts(listener: socket.socket, given: str) -> set[str] | None:
+    """The names this machine's own programs ask by; None where others may ask too."""
+    if not ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_loopback:
+        return None
+    return {"localhost", "127.0.0.1", "[::1]", f"[{given}]" if ":" in given else given.lower()}
+
+
 def _serve(
     listener: socket.socket,
-    pack: str,
+    packs: tuple[str, ...],
     *,
     key: str | None,
+    hosts: Collection[str] | None,
     context: int,
     max_queue: int,
     max_body: int,
+    warm_start: bool,
     memory: int | str,
     expert_cache: int | str,
 ) -> None:
-    """Answer requests until a signal. Raises what loading the pack raises."""
+    """Answer requests until a signal. Raises what loading the only pack raises."""
     import uvicorn
 
-    from moepack.runtime.loading import load_engine, pack_tokenizer
-    from moepack.tools.packs import open_pack
-    from moepack.tools.serving.app import Service, make_app
-    from moepack.tools.serving.generation import Generation
+    from moepack.tools.serving.answers import Service
+    from moepack.tools.serving.app import make_app
+    from moepack.tools.serving.catalog import Catalog, open_packs
+    from moepack.tools.serving.loaded import loader
+    from moepack.tools.serving.usage import Watch
     from moepack.tools.serving.worker import Worker
 
-    opened = open_pack(pack)
-    tokenizer = pack_tokenizer(opened)
+    catalog, watch = Catalog(open_packs(packs), context), Watch()
+    if catalog.only is not None:
+        catalog.tokenizer(catalog.only)  # a pack without one is refused at once
     told, tell = os.pipe()
 
     def wake(*_: Any) -> None:
         os.write(tell, b"!")
 
-    def load() -> "tuple[Engine, Generation]":
-        started = time.perf_counter()
-        engine = load_engine(opened, memory=memory, expert_cache=expert_cache, context=context)
-        if engine.is_widened:
-            note(WIDENED)
-        note(f"loaded in {time.perf_counter() - started:.1f} s")
-        return engine, Generation(engine, tokenizer, context)
-
-    worker = Worker(load, max_queue, wake)
-    name = opened.path.resolve().name.removesuffix(".moepack")
-    app = make_app(Service(worker, tokenizer, name, context, max_body, key))
+    load = loader(catalog, watch, memory=memory, expert_cache=expert_cache, warm_start=warm_start)
+    worker = Worker(load, catalog.only, max_queue, wake)
+    app = make_app(Service(worker, catalog, max_body), watch, key, hosts)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -181,7 +194,8 @@ def _serve(
         http.start()
         worker.start()
         host, port = listener.getsockname()[:2]
-        note(f"{name}: http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        note(f"{', '.join(catalog.names)}: {url}/v1, live page: {url}/")
         os.read(told, 1)
         ends = time.monotonic() + STOP_S
         server.should_exit = True

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +16,23 @@ import openai
 import pytest
 import tiny_models
 from mlx_lm import load as mlx_load
+from served import PROGRAM, served
 
 from moepack.tools import serve
 from moepack.tools.cli import main
 
 KEY = "a key"
-PROGRAM = (sys.executable, "-m", "moepack.tools")
 SHORT = tiny_models.text_of([5, 9, 40, 77])
 LIMIT_S = 3.0  # in which a server notices that a client is gone
 STOP_S = 5.0  # in which it ends
 COUNTED = ("prompt_tokens", "generated_tokens", "expert_hits", "expert_misses", "expert_read_bytes")
 
 
-@contextmanager
-def served(pack: Path, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """(URL, process) of a server that is ready; killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [*PROGRAM, "serve", str(pack), "--port", "0", *options],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        match = re.search(r"http://\S+(?=/v1)", line)
-        assert match is not None, line + process.stderr.read()
-        while httpx.get(f"{match[0]}/health").status_code == 503:
-            time.sleep(0.05)
-        yield match[0], process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
 @pytest.fixture(scope="module")
 def url(q4_pack: Path) -> Iterator[str]:
     """A server with a key and small bounds."""
     options = ["--api-key", KEY, "--expert-cache", "floor", "--max-body", "100kB"]
-    with served(q4_pack, *options) as (url, _):
+    with served(q4_pack, *options, "--no-warm-start") as (url, _):
         yield url
 
 
@@ -174,6 +151,15 @@ def test_a_seed_decides_the_answer(client: openai.OpenAI) -> None:
         ask(client, temperature=1, seed=seed).choices[0].message.content for seed in (1, 1, -2)
     )
     assert first == second != other
+
+
+def test_sampling_fields_of_mlx_lm_are_obeyed(client: openai.OpenAI, wanted: str) -> None:
+    for fields in ({"top_k": 1}, {"min_p": 1}, {"top_k": -1, "min_p": 1}):
+        reply = ask(client, temperature=1, seed=5, extra_body=fields)
+        assert reply.choices[0].message.content == wanted, fields
+    reply = ask(client, extra_body={"repetition_penalty": 1e6})
+    said = SHORT + reply.choices[0].message.content
+    assert len(set(said)) == len(said)
 
 
 def test_parts_and_the_developer_role_are_text(client: openai.OpenAI, wanted: str) -> None:
@@ -299,7 +285,7 @@ def test_metrics_grow_by_what_run_counts_the_queue_is_bounded_and_a_signal_ends_
     arguments = [str(q4_pack), "--expert-cache", "floor"]
     assert main(["run", *arguments, "-p", SHORT, "-m", "12", "--json", "--no-warm-start"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    with served(q4_pack, "--expert-cache", "floor", "--max-queue", "1") as (url, process):
+    with served(*arguments, "--max-queue", "1", "--no-warm-start") as (url, process):
         before = metrics(url)
         assert before["expert_slots"] == 8
         assert before["planned_memory_bytes"] > 0
@@ -350,6 +336,20 @@ def test_other_machines_need_a_key_or_a_word(
     for host in ("0.0.0.0", "", "::"):
         assert main(["serve", str(q4_pack), "--host", host, "--port", "0"]) == 2
         assert "--api-key, or --insecure" in capsys.readouterr().err
+
+
+def test_a_name_that_was_made_to_lead_here_gets_nothing(q4_pack: Path, url: str) -> None:
+    with served(q4_pack) as (keyless, _):
+        port = keyless.rsplit(":", 1)[1]
+        for host in ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+            assert httpx.get(f"{keyless}/v1/models", headers={"host": host}).status_code == 200
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "[::2]", ""):
+            for path in ("", "v1/models", "health", "events"):
+                reply = httpx.get(f"{keyless}/{path}", headers={"host": host})
+                assert reply.status_code == 403, (host, path)
+                assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    headers = {"host": "any.example", "authorization": f"Bearer {KEY}"}
+    assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
 
 
 def test_without_the_extra_the_command_names_it(

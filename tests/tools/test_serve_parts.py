@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from moepack.tools.answering import Sampling
 from moepack.tools.prefixes import Prefixes
-from moepack.tools.serving.app import events
+from moepack.tools.serving.answers import events
+from moepack.tools.serving.bodies import ChatBody, parse_body
 from moepack.tools.serving.errors import ApiError
 from moepack.tools.serving.generation import Finished, Job
 from moepack.tools.serving.parsing import ChatParser, merged
+from moepack.tools.serving.prompts import chat_tokens
 from moepack.tools.serving.stops import StopFinder
 from moepack.tools.serving.worker import Worker
 
@@ -93,6 +95,36 @@ def test_a_thought_that_the_prompt_opened_is_one_and_a_cut_call_is_shown() -> No
     assert reason == "length"
 
 
+def test_a_template_is_given_the_tools_and_arguments_of_the_request() -> None:
+    given: dict[str, Any] = {}
+
+    def apply_chat_template(messages: Any, **options: Any) -> str:
+        given.update(options, messages=messages)
+        return "text"
+
+    tokenizer: Any = SimpleNamespace(
+        has_chat_template=True,
+        apply_chat_template=apply_chat_template,
+        encode=lambda text, **_: [1, 2],
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    body = {
+        "messages": [{"role": "developer", "content": "hi"}],
+        "tools": [tool],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert chat_tokens(tokenizer, parse_body(json.dumps(body).encode(), ChatBody)) == [1, 2]
+    assert given["tools"] == [tool]
+    assert given["enable_thinking"] is False
+    assert given["reasoning_effort"] == "low"
+    assert given["messages"] == [{"role": "system", "content": "hi"}]
+    given.clear()
+    without = json.dumps({**body, "tool_choice": "none"}).encode()
+    chat_tokens(tokenizer, parse_body(without, ChatBody))
+    assert "tools" not in given
+
+
 class FakeGeneration:
     """Runs a job by waiting until it is let go; a seed of 13 fails."""
 
@@ -121,15 +153,17 @@ def test_a_queue_serves_in_order_refuses_forgets_and_survives_a_failure(
             if seed == 4:
                 done.set()
 
-        return Job([1], Sampling(), seed, (), emit)
+        return Job("m", [1], Sampling(), seed, (), emit)
 
     generation: Any = FakeGeneration()
-    engine: Any = object()
-    worker = Worker(lambda: (engine, generation), 3, lambda: None)
+    loaded: Any = SimpleNamespace(
+        name="m", generation=generation, save_if_due=lambda: None, close=lambda: None
+    )
+    worker = Worker(lambda name: loaded, "m", 3, lambda: None)
     with pytest.raises(ApiError, match="loaded"):
         worker.submit(job(0))
     worker.start()
-    while worker.engine is None:
+    while worker.loading:
         pass
     jobs = [job(13), job(2), job(3), job(4)]
     for one in jobs:

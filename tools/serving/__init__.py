@@ -1,1 +1,1 @@
-"""The server of `moepack serve`: an OpenAI-compatible API over one loaded pack."""
+"""The server of `moepack serve`: an OpenAI-compatible API and a live page over packs."""

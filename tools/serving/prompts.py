@@ -21,7 +21,8 @@ RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).para
 def chat_tokens(tokenizer: TokenizerWrapper, body: ChatBody) -> list[int]:
     """The tokens of a conversation. Raises ApiError."""
     if not tokenizer.has_chat_template:
-        raise invalid("this model has no chat template; use /v1/completions", "messages")
+        text = "this model has no chat template; use /v1/completions"
+        raise invalid(text, "messages", "no_chat_template")
     if refused := sorted(RESERVED & body.chat_template_kwargs.keys()):
         raise invalid(f"chat_template_kwargs: {refused[0]} cannot be set", "chat_template_kwargs")
     messages = [_as_map(message, n) for n, message in enumerate(body.messages)]
@@ -40,16 +41,15 @@ def chat_tokens(tokenizer: TokenizerWrapper, body: ChatBody) -> list[int]:
         raise invalid(str(error), "messages") from error
 
 
-def completion_tokens(
-    tokenizer: TokenizerWrapper, body: CompletionBody, vocabulary: int
-) -> list[int]:
-    """The tokens of a text, or those given. Raises ApiError."""
+def completion_tokens(tokenizer: TokenizerWrapper, body: CompletionBody) -> list[int]:
+    """The tokens of a text, or those given, which the model may not have. Raises ApiError."""
     prompt = body.prompt
     if isinstance(prompt, list):
         if prompt and all(isinstance(token, int) for token in prompt):
             tokens = [token for token in prompt if isinstance(token, int)]
-            if not all(0 <= token < vocabulary for token in tokens):
-                raise invalid(f"prompt: tokens are 0 to {vocabulary - 1}", "prompt")
+            n_known = max(tokenizer.get_vocab().values()) + 1
+            if not all(0 <= token < n_known for token in tokens):
+                raise invalid(f"prompt: tokens are 0 to {n_known - 1}", "prompt")
             return tokens
         if len(prompt) != 1 or not isinstance(prompt[0], str):
             raise invalid("prompt: one prompt a request", "prompt", "unsupported_parameter")
