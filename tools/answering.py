@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -12,12 +13,22 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.formats.errors import SourceError
 from moepack.formats.sizes import format_size
+from moepack.runtime.counters import Counters
 from moepack.runtime.loading import Engine
+from moepack.tools.prefill import watch_prefill
 from moepack.tools.reporting import peak_memory
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 
-__all__ = ["Answer", "Sampling", "answer", "prompt_tokens", "statistics", "statistics_line"]
+__all__ = [
+    "Answer",
+    "PromptStopped",
+    "Sampling",
+    "answer",
+    "prompt_tokens",
+    "statistics",
+    "statistics_line",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,14 @@ def _after(cached: list[int] | None, processor: Processor) -> Processor:
         return processor
     before = mx.array(cached)
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+
+
+class PromptStopped(Exception):
+    """Stopped before an answer began. A cache holds `n_read` tokens, some of its layers more."""
+
+    def __init__(self, n_read: int) -> None:
+        super().__init__(n_read)
+        self.n_read = n_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,32 +134,55 @@ def answer(
     show: Callable[[str], object],
     *,
     n_cached: int = 0,
+    is_stopped: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Answer:
     """Generate; `show` gets each piece of text as it comes. `options` go to stream_generate.
 
-    The prompt cache among them, if any, holds the first `n_cached` of `tokens`.
+    The prompt cache among them, if any, holds the first `n_cached` of `tokens`. `is_stopped` ends
+    the answer after the token in hand; while the prompt is read, it raises PromptStopped.
     """
     pieces: list[str] = []
     said: list[int] = []
     last = None
-    for last in stream_generate(
-        engine.model,
-        tokenizer,
-        mx.array(tokens[n_cached:]),
-        prefill_step_size=engine.plan.prefill_step,
-        **sampling.generate_options(engine.vocabulary, tokens[:n_cached]),
-        **options,
-    ):
-        said.append(last.token)
-        if last.text:
-            show(last.text)
-            pieces.append(last.text)
+    n_read = n_cached
+    callers = options.pop("prompt_progress_callback", None)
+
+    def check() -> None:
+        if is_stopped():
+            raise PromptStopped(n_read)
+
+    with watch_prefill(engine, len(tokens) - n_cached, check) as watch:
+
+        def on_prompt(n_done: int, n_all: int) -> None:
+            nonlocal n_read
+            n_read = n_cached + n_done
+            if callers is not None:
+                callers(n_done, n_all)
+            watch(n_done, n_all)
+
+        responses = stream_generate(
+            engine.model,
+            tokenizer,
+            mx.array(tokens[n_cached:]),
+            prefill_step_size=engine.plan.prefill_step,
+            prompt_progress_callback=on_prompt,
+            **sampling.generate_options(engine.vocabulary, tokens[:n_cached]),
+            **options,
+        )
+        with closing(responses):
+            for last in responses:
+                said.append(last.token)
+                if last.text:
+                    show(last.text)
+                    pieces.append(last.text)
+                if is_stopped():
+                    break
     assert last is not None  # stream_generate ends with a response of its own
     return Answer(
         text="".join(pieces),
         tokens=said,
-        finish_reason=last.finish_reason or "length",
+        finish_reason=last.finish_reason or "interrupted",
         n_prompt_tokens=last.prompt_tokens,
         n_tokens=last.generation_tokens,
         prompt_tps=last.prompt_tps,
@@ -148,9 +190,16 @@ def answer(
     )
 
 
-def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
-    """The object that `run --json` prints."""
+def statistics(
+    engine: Engine,
+    result: Answer,
+    load_s: float,
+    since: tuple[Counters, Counters] | None = None,
+) -> dict[str, Any]:
+    """The object that `run --json` prints; experts as counted `since` the counters were these."""
     prefill, decode = engine.counters()
+    if since is not None:
+        prefill, decode = _difference(prefill, since[0]), _difference(decode, since[1])
     both = [prefill, decode]
     hits, misses = sum(c.hits for c in both), sum(c.misses for c in both)
     return {
@@ -167,6 +216,7 @@ def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
         "lossy_top_k": engine.lossy_top_k,
         "experts": {
             "reads": "past the page cache" if engine.reads_past_page_cache else "page cache",
+            "read_workers": engine.read_workers,
             "slots_per_layer": max(engine.plan.slots_per_layer),
             "cache_bytes": engine.plan.slots,
             "hits": hits,
@@ -179,6 +229,11 @@ def statistics(engine: Engine, result: Answer, load_s: float) -> dict[str, Any]:
             "decode": decode.as_map(),
         },
     }
+
+
+def _difference(now: Counters, before: Counters) -> Counters:
+    names = [field.name for field in fields(Counters)]
+    return Counters(*(getattr(now, name) - getattr(before, name) for name in names))
 
 
 def statistics_line(figures: dict[str, Any]) -> str:

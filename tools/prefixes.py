@@ -7,10 +7,15 @@ those kept and the one in use stay within the memory that one context was planne
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    can_trim_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.utils import common_prefix_len
 
-__all__ = ["Prefixes"]
+__all__ = ["Prefixes", "cut_back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +62,25 @@ class Prefixes:
 
     def make_room(self, in_use: int) -> None:
         """Drop the oldest until those kept and `in_use` bytes are within the budget."""
-        while self._entries and in_use + sum(e.nbytes for e in self._entries) > self._budget:
+        while self._entries and in_use + self.nbytes > self._budget:
             del self._entries[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those kept."""
+        return sum(entry.nbytes for entry in self._entries)
 
 
 def cache_nbytes(cache: list[Any]) -> int:
     """The bytes of all layers."""
     return sum(int(layer.nbytes) for layer in cache)
+
+
+def cut_back(cache: list[Any], n_tokens: int) -> bool:
+    """Cut every layer back to its first `n_tokens`, where the last call of the model was left
+    midway, so that some layers hold more than others. False where a layer cannot be cut."""
+    if not all(isinstance(layer, KVCache | QuantizedKVCache) for layer in cache):
+        return False
+    for layer in cache:
+        layer.trim(layer.offset - n_tokens)
+    return True

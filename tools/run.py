@@ -1,9 +1,11 @@
 """`moepack run`: answer a prompt, or chat, from a pack."""
 
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +24,36 @@ from moepack.tools.options import (
     json_option,
     memory_option,
 )
-from moepack.tools.reporting import WIDENED, note
+from moepack.tools.reporting import WIDENED, note, waiting
 from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from moepack.runtime.loading import Engine
-    from moepack.tools.answering import Sampling
-    from moepack.tools.prefixes import Prefixes
+    from moepack.tools.answering import Answer, Sampling
+    from moepack.tools.chat_view import AnswerView
 
 __all__ = ["command"]
+
+
+# What /set of a chat changes, by the names of the options.
+SETTINGS = (
+    "temp",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "show_thinking",
+)
+
+
+def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if value == 0 or value < -1:
+        raise click.BadParameter("a positive number, or -1 for no limit")
+    return value
 
 
 @click.command("run")
@@ -42,7 +63,13 @@ __all__ = ["command"]
 )
 @click.option("--system-prompt", type=Text(), metavar="TEXT", help="A system message before it.")
 @click.option(
-    "-m", "--max-tokens", type=int, default=256, show_default=True, help="-1: without limit."
+    "-m",
+    "--max-tokens",
+    type=int,
+    default=256,
+    show_default=True,
+    callback=_checked_max_tokens,
+    help="-1: without limit.",
 )
 @click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True)
 @click.option("--top-p", type=FiniteRange(0, 1), default=1.0, show_default=True)
@@ -64,6 +91,18 @@ __all__ = ["command"]
 )
 @click.option("--chat-template-args", type=JsonObject(), metavar="JSON", help="For the template.")
 @click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
+@click.option(
+    "--show-thinking/--hide-thinking",
+    default=True,
+    show_default=True,
+    help="What a model thinks before it answers; dimmed on a terminal.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="Tokens of prompt and answer that memory is planned for; a chat ends there.  [default: "
+    "4096 in a chat, else what the prompt and answer take]",
+)
 @click.option(
     "--adapter-path",
     type=FilePath(),
@@ -113,6 +152,8 @@ def command(
     prompt_cache_file: Path | None,
     chat_template_args: dict[str, Any] | None,
     ignore_chat_template: bool,
+    show_thinking: bool,
+    context: int | None,
     adapter_path: Path | None,
     trace: Path | None,
     warm_start: bool,
@@ -124,11 +165,9 @@ def command(
 ) -> None:
     """Answer a prompt from a pack.
 
-    The answer goes to stdout, statistics to stderr. Without --prompt, on a terminal, every line
-    typed is answered; otherwise stdin is the prompt.
+    The answer goes to stdout, statistics to stderr. Without --prompt, on a terminal, it is a chat
+    (/help lists its commands); otherwise stdin is the prompt.
     """
-    if max_tokens == 0 or max_tokens < -1:
-        raise click.BadParameter("a positive number, or -1 for no limit", param_hint="--max-tokens")
     if prompt_cache_file is not None and prompt_cache_file.suffix != ".safetensors":
         # mlx-lm adds the ending to any other name, and would write over a file nobody looked at.
         raise click.BadParameter("a name ending in .safetensors", param_hint="--prompt-cache-file")
@@ -145,7 +184,6 @@ def command(
     from moepack.runtime.loading import DEFAULT_CONTEXT, load_engine, pack_tokenizer
     from moepack.tools.answering import Sampling, prompt_tokens
     from moepack.tools.packs import open_pack
-    from moepack.tools.prefixes import Prefixes
 
     interrupts_unwind()
     for file in (prompt_cache_file, trace):
@@ -166,30 +204,34 @@ def command(
     tokenizer = pack_tokenizer(opened)
     use_template = tokenizer.has_chat_template and not ignore_chat_template
     system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    is_edited = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    # Now, so that memory is planned with what it takes.
+    read = _reader(is_edited) if is_chat else None
 
     def tokens_of(messages: list[dict[str, str]]) -> list[int]:
         return prompt_tokens(
             tokenizer, messages, use_template=use_template, template_args=chat_template_args
         )
 
-    context = DEFAULT_CONTEXT
     if prompt is not None:
         tokens = tokens_of([*system, {"role": "user", "content": prompt}])
         n_answer = max_tokens if max_tokens > 0 else DEFAULT_CONTEXT
-        context = len(tokens) + min(n_answer, DEFAULT_CONTEXT)
-    engine = load_engine(
-        opened,
-        memory=memory,
-        expert_cache=expert_cache,
-        adapter_path=adapter_path,
-        context=context,
-        prefill_step=prefill_step_size,
-        max_kv_size=max_kv_size,
-        kv_bits=sampling.kv_bits,
-        keep_streaming=trace is not None,
-        lossy_top_k=lossy_top_k,
-        check=check,
-    )
+        context = context or len(tokens) + min(n_answer, DEFAULT_CONTEXT)
+    context = context or DEFAULT_CONTEXT
+    with waiting(f"loading {opened.path.name}"):
+        engine = load_engine(
+            opened,
+            memory=memory,
+            expert_cache=expert_cache,
+            adapter_path=adapter_path,
+            context=context,
+            prefill_step=prefill_step_size,
+            max_kv_size=max_kv_size,
+            kv_bits=sampling.kv_bits,
+            keep_streaming=trace is not None,
+            lossy_top_k=lossy_top_k,
+            check=check,
+        )
     load_s = time.perf_counter() - started
     if seed is not None:  # now, as loading uses random numbers too
         mx.random.seed(seed)
@@ -200,31 +242,70 @@ def command(
     if not use_template and not ignore_chat_template:
         note("no chat template in the pack: the raw prompt is sent")
 
-    # A conversation's KV cache is kept from turn to turn.
-    prefixes = Prefixes(engine.plan.kv) if prompt is None and prompt_cache_file is None else None
+    def open_cache(tokens: list[int]) -> tuple[dict[str, Any], int]:
+        from moepack.tools.prompt_cache import open_prompt_cache
 
-    def ask(tokens: list[int]) -> str:
-        return _ask(
-            engine,
-            tokenizer,
-            tokens,
-            sampling,
-            prefixes=prefixes,
-            cache_file=prompt_cache_file,
-            adapter_path=adapter_path,
-            load_s=load_s,
-            as_json=as_json,
-        )
+        if prompt_cache_file is None:
+            return {}, 0
+        return open_prompt_cache(prompt_cache_file, engine, tokens, sampling, adapter_path, note)
+
+    def view_of(tokens: list[int], show_thinking: bool) -> "AnswerView":
+        return _view(tokenizer, tokens, use_template=use_template, show_thinking=show_thinking)
 
     # A trace replays from empty slots.
     with _warmed(engine, warm_start and trace is None), _traced(engine, trace):
-        if prompt is not None:
-            ask(tokens)
+        if read is None:
+            view = None if as_json else view_of(tokens, show_thinking)
+            options, n_cached = open_cache(tokens)
+            result = _answer_once(engine, tokenizer, tokens, sampling, view, n_cached, options)
+            _report(engine, result, load_s, as_json)
             return
-        messages = system
-        for line in _lines():
-            messages = [*messages, {"role": "user", "content": line}]
-            messages = [*messages, {"role": "assistant", "content": ask(tokens_of(messages))}]
+        from moepack.tools.chat import Chat
+
+        click_context = click.get_current_context()
+        parameters = {p.name: p for p in click_context.command.params if p.name is not None}
+        chat = Chat(
+            engine,
+            tokenizer,
+            sampling,
+            tokens_of=tokens_of,
+            view_of=view_of,
+            open_cache=open_cache,
+            settings={
+                name: partial(parameters[name].process_value, click_context) for name in SETTINGS
+            },
+            values={name: click_context.params[name] for name in SETTINGS},
+            context=context if max_kv_size is None else None,
+            system=system_prompt,
+        )
+        note("Type a message; /help lists the commands, Ctrl-D leaves.")
+        chat.run(read, interrupts_end=not is_edited)
+
+
+def _reader(is_edited: bool) -> Callable[[], str]:
+    """What reads a chat's lines."""
+    if is_edited:
+        from moepack.tools.chat_terminal import terminal_reader
+
+        return terminal_reader(["system", *SETTINGS])
+    from moepack.tools.chat_input import plain_reader
+
+    return plain_reader
+
+
+def _view(
+    tokenizer: "TokenizerWrapper", tokens: list[int], *, use_template: bool, show_thinking: bool
+) -> "AnswerView":
+    """What shows an answer: with its thinking told apart, unless all of it goes to a file."""
+    from moepack.tools.chat_view import AnswerView
+    from moepack.tools.serving.parsing import ChatParser, Parser
+
+    def write(text: str) -> None:
+        click.echo(text, nl=False)  # and flushes
+
+    is_parsed = use_template and (sys.stdin.isatty() or sys.stdout.isatty() or not show_thinking)
+    parser = ChatParser(tokenizer, tokens, [], is_stream=False) if is_parsed else Parser()
+    return AnswerView(parser, write, show_thinking=show_thinking)
 
 
 @contextmanager
@@ -236,7 +317,10 @@ def _warmed(engine: "Engine", is_on: bool) -> Iterator[None]:
     if path is None:
         yield
         return
-    warm_up(engine, path)
+    with waiting("reading the experts used most"):
+        problems = warm_up(engine, path)
+    for problem in problems:
+        note(f"warning: {problem}")
     try:
         yield
     finally:
@@ -246,50 +330,37 @@ def _warmed(engine: "Engine", is_on: bool) -> Iterator[None]:
             note(f"warning: {path} was not saved ({error.strerror})")
 
 
-def _ask(
+def _answer_once(
     engine: "Engine",
     tokenizer: "TokenizerWrapper",
     tokens: list[int],
     sampling: "Sampling",
-    *,
-    prefixes: "Prefixes | None",
-    cache_file: Path | None,
-    adapter_path: Path | None,
-    load_s: float,
-    as_json: bool,
-) -> str:
-    from mlx_lm.models.cache import make_prompt_cache
-
+    view: "AnswerView | None",
+    n_cached: int,
+    options: dict[str, Any],
+) -> "Answer":
+    """The answer to a prompt; `view`, if any, shows it."""
     from moepack.tools import answering
-    from moepack.tools.prompt_cache import open_prompt_cache
 
-    options: dict[str, Any] = {}
-    n_cached = 0
-    if prefixes is not None:
-        kept, n_cached = prefixes.take(tokens)
-        options["prompt_cache"] = kept or make_prompt_cache(engine.model, sampling.max_kv_size)
-    elif cache_file is not None:
-        options, n_cached = open_prompt_cache(
-            cache_file, engine, tokens, sampling, adapter_path, note
-        )
-
-    def show(text: str) -> None:
-        if not as_json:
-            click.echo(text, nl=False)  # and flushes
-
+    show: Callable[[str], object] = (lambda text: None) if view is None else view.feed
     result = answering.answer(
         engine, tokenizer, tokens, sampling, show, n_cached=n_cached, **options
     )
-    if prefixes is not None:
-        # By the time a token is given, mlx-lm has run it already: the cache holds it.
-        prefixes.put([*tokens, *result.tokens], len(tokens), options["prompt_cache"])
+    if view is not None:
+        view.end()
+    return result
+
+
+def _report(engine: "Engine", result: "Answer", load_s: float, as_json: bool) -> None:
+    """Print what an answer cost."""
+    from moepack.tools import answering
+
     figures = answering.statistics(engine, result, load_s)
     if as_json:
         click.echo(answering.as_json(figures))
     else:
         click.echo()
         note(answering.statistics_line(figures))
-    return result.text
 
 
 @contextmanager
@@ -327,21 +398,3 @@ def _read_stdin() -> str:
     except ValueError as error:  # UnicodeDecodeError is one
         raise click.UsageError(f"stdin: {error}") from error
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _lines() -> Iterator[str]:
-    """Lines typed at a prompt, empty ones left out, until the end of input."""
-    note("Type a message; Ctrl-D ends.")
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            click.echo()
-            return
-        try:
-            checked_text(line)
-        except ValueError as error:
-            note(str(error))
-            continue
-        if line:
-            yield line
