@@ -10,33 +10,24 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import click
+from click.shell_completion import shell_complete
 
 from moepack.formats.errors import MoepackError
+from moepack.tools.completion import COMPLETE_VARIABLE
+from moepack.tools.help import COMMAND_GROUPS, MAX_WIDTH, HelpfulCommand, write_commands
 from moepack.tools.options import DEBUG_KEY
 from moepack.tools.startup import open_files_problem
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = (
-    "plan",
-    "convert",
-    "run",
-    "serve",
-    "verify",
-    "repair",
-    "inspect",
-    "unpack",
-    "bench",
-    "replay",
-    "demo",
-)
+COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 class CommandGroup(click.Group):
     """Finds a subcommand as `command` in the module of its name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The subcommands in the order of a newcomer's path."""
+        """The subcommands, group by group."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -45,10 +36,19 @@ class CommandGroup(click.Group):
             return None
         command = import_module(f"moepack.tools.{cmd_name}").command
         assert isinstance(command, click.Command)
-        return command
+        return HelpfulCommand(command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The subcommands in groups."""
+        commands = ((name, self.get_command(ctx, name)) for name in COMMANDS)
+        write_commands(formatter, [(name, found) for name, found in commands if found is not None])
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},
+    epilog="moepack COMMAND --help has each command's options and examples.",
+)
 @click.version_option(package_name="moepack")
 def cli() -> None:
     """Run Mixture-of-Experts language models bigger than memory, bit for bit."""
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         return 1  # closed by whoever started us: no answer could be given
     try:
+        if arguments is None and (instruction := os.environ.get(COMPLETE_VARIABLE)):
+            return shell_complete(cli, {}, "moepack", COMPLETE_VARIABLE, instruction)
         args = list(sys.argv[1:] if arguments is None else arguments)
         context = cli.make_context("moepack", args)
         with context:

@@ -1,6 +1,8 @@
 """`moepack inspect`: what is inside a pack, from its manifest alone."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -8,22 +10,29 @@ import click
 from moepack.formats.manifest import ExpertModule, Manifest, Quantization
 from moepack.formats.sizes import format_size
 from moepack.tools.options import Name, debug_option, json_option
+from moepack.tools.plots import draw_bytes, plot_option
 from moepack.tools.startup import interrupts_unwind
 
-__all__ = ["command", "describe"]
+__all__ = ["command", "describe", "nbytes_by_layer"]
+
+EXPERTS, PADDING = "routed experts", "padding"
+ATTENTION, REST, ENDS = "attention", "routers, norms, dense layers", "embedding and head"
 
 
 @click.command("inspect")
 @click.argument("pack", type=Name())
+@plot_option("--plot", "Draw where the bytes are, layer by layer.")
 @json_option
 @debug_option
-def command(pack: str, as_json: bool) -> None:
+def command(pack: str, plot: Path | None, as_json: bool) -> None:
     """Show what is inside a pack: layers, experts, stride, bits, sizes."""
     from moepack.tools.packs import open_pack
 
     interrupts_unwind()
     manifest = open_pack(pack).manifest
     figures = describe(manifest)
+    if plot is not None:
+        draw_bytes(plot, nbytes_by_layer(manifest), Path(pack).name)
     if as_json:
         click.echo(json.dumps(figures))
         return
@@ -80,6 +89,32 @@ def describe(manifest: Manifest) -> dict[str, Any]:
             for m in manifest.modules
         ],
     }
+
+
+def nbytes_by_layer(manifest: Manifest) -> dict[str, dict[int | None, int]]:
+    """Bytes of the weight files by kind and layer; None: of no layer."""
+    found: dict[str, dict[int | None, int]] = {
+        kind: {} for kind in (EXPERTS, ATTENTION, REST, ENDS, PADDING)
+    }
+
+    def count(kind: str, layer: int | None, nbytes: int) -> None:
+        found[kind][layer] = found[kind].get(layer, 0) + nbytes
+
+    for module in manifest.modules:
+        layer = _layer_of(module.path)
+        count(EXPERTS, layer, module.n_experts * module.record_nbytes)
+        count(PADDING, layer, module.n_experts * (module.stride - module.record_nbytes))
+    for tensor in manifest.shared:
+        layer = _layer_of(tensor.name)
+        kind = REST if layer is not None else ENDS
+        count(ATTENTION if re.search("attn|attention", tensor.name) else kind, layer, tensor.nbytes)
+    count(PADDING, None, manifest.shared_nbytes - sum(t.nbytes for t in manifest.shared))
+    return found
+
+
+def _layer_of(path: str) -> int | None:
+    number = re.search(r"\.(\d+)\.", path)
+    return int(number[1]) if number else None
 
 
 def module_bits(module: ExpertModule) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from moepack.formats.errors import SourceError
 from moepack.formats.sizes import parse_size
@@ -98,6 +99,12 @@ class Name(click.ParamType):  # type: ignore[type-arg]
         if not value:
             self.fail("an empty name", param, ctx)
         return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Files and folders, as the shell has them."""
+        return [CompletionItem(incomplete, type="file")]
 
 
 class FilePath(click.Path):

@@ -13,14 +13,15 @@ __all__ = ["reference_page"]
 
 
 def reference_page() -> str:
-    """Markdown: a section with the help of each subcommand."""
-    width: dict[str, Any] = {"max_content_width": 90, "terminal_width": 90}
+    """Markdown: the list of subcommands, then a section with the help of each."""
+    width: dict[str, Any] = {"terminal_width": 90}
     context = click.Context(cli, info_name="moepack", **width, **cli.context_settings)
     parts = [
         "# Commands\n\nMade by `python -m moepack.tools.reference`. Exit codes: 0 done, 1 failed "
         "or different,\n2 usage, 130 interrupted. Answers and results go to stdout, everything "
         "else to stderr.\n"
     ]
+    parts.append(f"\n```text\n{cli.get_help(context)}\n```\n")
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None

@@ -1,28 +1,24 @@
 """`moepack replay`: the hit rates that a trace would have had with other policies and slots."""
 
-import io
 import json
 import re
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moepack.formats.errors import SourceError
 from moepack.tools.options import FilePath, debug_option, json_option
+from moepack.tools.plots import draw_hit_rates, draw_uses, plot_option
 from moepack.tools.startup import interrupts_unwind
 
 if TYPE_CHECKING:
     from moepack.runtime.trace import Trace
 
-__all__ = ["POLICY_NAMES", "SlotCounts", "command"]
+__all__ = ["POLICY_NAMES", "SlotCounts", "command", "uses_of"]
 
 # The keys of moepack.runtime.policy.POLICIES, the engine's own first.
 POLICY_NAMES = ("decayed", "lru", "lfu", "s3-fifo", "w-tinylfu", "belady")
-PLOT_FORMATS = (".svg", ".png")
 OWN = "own"
 
 
@@ -64,7 +60,8 @@ class SlotCounts(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="Calls of decoding, a layer, that are run first and not counted.",
 )
-@click.option("--plot", type=FilePath(dir_okay=False), help="Draw decoding: FILE.svg or FILE.png.")
+@plot_option("--plot", "Draw hit rates of decoding against cache size.")
+@plot_option("--heatmap", "Draw how often each expert of each layer was asked for.")
 @json_option
 @debug_option
 def command(
@@ -73,6 +70,7 @@ def command(
     slots: list[int] | None,
     warm_up: int,
     plot: Path | None,
+    heatmap: Path | None,
     as_json: bool,
 ) -> None:
     """Replay a routing trace, of `run --trace` or a public one.
@@ -81,9 +79,6 @@ def command(
     engine's policy: with the run's own slots, its figures are the run's. `belady` knows the
     future: over all calls no policy hits more, unless some need more experts than the slots.
     """
-    if plot is not None:
-        _check_plot(plot)
-
     from moepack.runtime.simulate import simulate
     from moepack.runtime.trace import load_trace
 
@@ -120,8 +115,11 @@ def command(
         )
         _print_table("decode", results, list(columns))
         _print_table("prefill", results, list(columns))
+    title = source or trace.name
     if plot is not None:
-        plot.write_bytes(_drawn(results, source or trace.name, plot.suffix[1:]))
+        draw_hit_rates(plot, results, title)
+    if heatmap is not None:
+        draw_uses(heatmap, uses_of(loaded), title)
 
 
 def _columns(trace: "Trace", slots: Sequence[int] | None) -> dict[str, list[int]]:
@@ -136,6 +134,16 @@ def _columns(trace: "Trace", slots: Sequence[int] | None) -> dict[str, list[int]
     if trace.slots is not None:
         columns[f"{OWN} {max(trace.slots)}"] = list(trace.slots)
     return columns
+
+
+def uses_of(trace: "Trace") -> list[list[int]]:
+    """How many tokens asked for each expert, by layer."""
+    uses = [[0] * n for n in trace.n_experts]
+    for row, calls in zip(uses, trace.layers, strict=True):
+        for call in calls:
+            for expert, n in zip(call.experts, call.uses, strict=True):
+                row[expert] += n
+    return uses
 
 
 def _counted(figures: dict[str, Any]) -> dict[str, Any]:
@@ -157,35 +165,3 @@ def _print_table(part: str, results: Sequence[dict[str, Any]], labels: Sequence[
         rates[result["policy"]] = rates.get(result["policy"], "") + f"{rate:>{width}.1f}"
     for policy, line in rates.items():
         click.echo(f"{policy:10}{line}")
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix not in PLOT_FORMATS:
-        raise click.BadParameter("a name ending in .svg or .png", param_hint="--plot")
-    if not path.parent.is_dir():
-        raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
-    if find_spec("matplotlib") is None:
-        raise SourceError("--plot needs matplotlib, which is not there: pip install matplotlib")
-
-
-def _drawn(results: Sequence[dict[str, Any]], title: str, format_: str) -> bytes:
-    """Decode hit rates over slots, a line a policy."""
-    figure = import_module("matplotlib.figure").Figure(layout="constrained")
-    axes = figure.subplots()
-    points: dict[str, list[tuple[int, float]]] = {}
-    for result in results:
-        if (rate := result["decode"]["hit_rate"]) is not None:
-            point = (max(result["slots_per_layer"]), 100 * rate)
-            points.setdefault(result["policy"], []).append(point)
-    for policy, pairs in points.items():
-        x, y = zip(*sorted(pairs), strict=True)
-        axes.plot(x, y, marker="o", label=policy)
-    axes.set_xlabel("slots a layer")
-    axes.set_ylabel("hit rate of decoding, %")
-    axes.set_title(title.replace("$", r"\$"), fontsize="medium")
-    axes.grid(alpha=0.3)
-    if points:
-        axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format=format_)
-    return file.getvalue()

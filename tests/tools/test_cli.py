@@ -1,14 +1,19 @@
 """The command as a whole: help, exit codes, one-line errors."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import tiny_models
 
-from moepack.tools.cli import COMMANDS, main
+from moepack.tools.cli import COMMANDS, cli, main
+from moepack.tools.completion import COMPLETE_VARIABLE, SHELLS
+from moepack.tools.help import EXAMPLES, OPTION_GROUPS
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -38,6 +43,81 @@ def test_every_command_has_help_of_its_own(
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[2].strip()) > 10  # the first line of its docstring
+
+
+def help_page(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """A command's help on a terminal of 100 columns."""
+    assert main([command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run` has most options of all."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(help_page(command, capsys).splitlines()) <= (60 if command == "run" else 45)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_examples_whose_options_it_has(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, examples = help_page(command, capsys).split("\n  Examples:\n")
+    lines = [line.strip() for line in examples.strip().splitlines()]
+    assert lines == list(EXAMPLES[command])
+    for line in lines:
+        assert line.startswith(f"moepack {command}")
+        assert all(re.search(rf"{o}\b", page) for o in re.findall(r" (--?[a-z-]+)", line))
+
+
+def test_every_option_group_has_options() -> None:
+    """No option of a group is one that no command has any more."""
+    context = click.Context(cli)
+    commands = [cli.get_command(context, name) for name in COMMANDS]
+    opts = {opt for c in commands if c for p in c.get_params(click.Context(c)) for opt in p.opts}
+    assert {name for names in OPTION_GROUPS.values() for name in names} <= opts
+
+
+def test_commands_are_listed_in_groups_of_one_line_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert "Packing:\n  plan  " in page
+    lines = page.split("Packing:")[1].splitlines()
+    listed = [line.split()[0] for line in lines if re.match(r"  \w+  ", line)]
+    assert listed == list(COMMANDS)
+    assert len([line for line in lines if line.startswith("  ")]) == len(COMMANDS) + 1  # epilog
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_prints_clicks_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "moepack" in script
+    assert f"{COMPLETE_VARIABLE}={shell}_complete" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("insp", "inspect"), ("run --te", "--temp"), ("serve --ho", "--host")]
+)
+def test_the_command_answers_the_script(words: str, completed: str) -> None:
+    asked = f"moepack {words}"
+    done = subprocess.run(
+        [sys.executable, "-m", "moepack.tools"],
+        env={
+            **os.environ,
+            COMPLETE_VARIABLE: "bash_complete",
+            "COMP_WORDS": asked,
+            "COMP_CWORD": str(len(asked.split()) - 1),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"plain,{completed}\n"
 
 
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

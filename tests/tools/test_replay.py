@@ -10,7 +10,7 @@ import tiny_models
 
 from moepack.runtime.policy import POLICIES
 from moepack.runtime.trace import TraceRecorder, load_trace
-from moepack.tools import replay
+from moepack.tools import plots
 from moepack.tools.cli import main
 from moepack.tools.replay import POLICY_NAMES
 
@@ -203,28 +203,18 @@ def test_the_names_of_policies_are_those_of_the_runtime() -> None:
     assert list(POLICIES) == list(POLICY_NAMES)
 
 
-@pytest.mark.parametrize("name", ["p.svg", "p.png"])
-def test_a_plot_is_drawn(
-    name: str, public_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert main(["replay", str(public_trace), "--plot", str(tmp_path / name)]) == 0
-    data = (tmp_path / name).read_bytes()
-    assert (b"<svg" in data) if name == "p.svg" else data.startswith(b"\x89PNG")
-
-
 def test_without_matplotlib_one_line_says_how_to_install_it(
     public_trace: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(replay, "find_spec", lambda _: None)
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
     assert main(["replay", str(public_trace), "--plot", str(tmp_path / "p.svg")]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
-    assert "pip install matplotlib" in line
+    assert "pip install 'moepack[plot]'" in line
     assert not (tmp_path / "p.svg").exists()
 
 
