@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,19 +12,19 @@ from moepack.formats.codec import encode
 from moepack.formats.digests import digest_bytes
 from moepack.formats.errors import SourceError
 from moepack.formats.geometry import ALIGNMENT
-from moepack.formats.manifest import VERSION, CopiedFile, ExpertModule, Manifest, Shard, Source
+from moepack.formats.manifest import VERSION, CopiedFile, Manifest, Shard, Source
 from moepack.formats.pack import MANIFEST_NAME, SHARED_NAME, has_tokenizer, is_pack
 from moepack.formats.progress import Advance, silent
 from moepack.formats.sizes import format_size
 from moepack.formats.validate import is_file_name
 from moepack.packer.checkpoint import Checkpoint, ConvertOptions, config_text, understand
 from moepack.packer.configs import unread_rope_keys
+from moepack.packer.filling import fill
 from moepack.packer.journal import JOURNAL_NAME, Journal, journal_consumed
 from moepack.packer.publishing import (
     check_destination,
     clear_folder,
     clear_notes,
-    fsync_folder,
     staging_folder,
     staging_path,
     write_file,
@@ -40,7 +39,7 @@ from moepack.packer.source import (
 )
 from moepack.packer.steps import Step, peak_nbytes, plan_steps
 from moepack.packer.tensors import TensorBytes
-from moepack.packer.writing import Layout, digest_records, digest_target, lay_out, write_tensor
+from moepack.packer.writing import Layout, digest_target, lay_out
 
 __all__ = [
     "ConvertPlan",
@@ -53,8 +52,6 @@ __all__ = [
 
 # A staging folder with one of these is a convert's: made before the journal, with it, or after.
 CONVERT_CONTENTS = (STUBS_NAME, JOURNAL_NAME, MANIFEST_NAME)
-# Written tensors are made durable and noted at least this often: what a crash can cost.
-SYNC_NBYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,9 @@ def convert(
             _check_space(plan, staging, destination, store)
             if not store.keeps_source:
                 save_stubs(source, staging / STUBS_NAME)
-            digests = _write_tensors(plan, staging, store, journal, advance)
+            digests = fill(
+                plan.layout, plan.steps, plan.tensors(), staging, store, journal, advance
+            )
             manifest = _finish(plan, staging, journal, digests)
             if not holds_shards():
                 clear_notes(staging)
@@ -247,72 +246,6 @@ def _check_space(plan: ConvertPlan, staging: Path, destination: Path, store: Sha
     free = shutil.disk_usage(destination.parent).free
     if free < needed:
         raise SourceError(f"{destination}: needs {needed:,} bytes, the disk has {free:,} free")
-
-
-def _write_tensors(
-    plan: ConvertPlan, staging: Path, store: ShardStore, journal: Journal, advance: Advance
-) -> dict[str, bytes]:
-    """Write what the journal has not; returns each module's digests of records, by path.
-
-    One thread writes, another digests modules that are complete while later ones are written.
-    """
-    tensors = plan.tensors()
-    files = {}
-    writer = ThreadPoolExecutor(1, thread_name_prefix="moepack-write")
-    digester = ThreadPoolExecutor(1, thread_name_prefix="moepack-digest")
-    digests: dict[str, Future[bytes]] = {}
-    try:
-        for name, nbytes in plan.layout.file_nbytes.items():
-            files[name] = (staging / name).open("r+b" if (staging / name).exists() else "x+b")
-            files[name].truncate(nbytes)
-        if not store.keeps_source:  # names are durable before a shard goes
-            for folder in (staging / "experts", staging / STUBS_NAME, staging, staging.parent):
-                fsync_folder(folder)
-        fresh: dict[str, bytes] = {}
-
-        def sync(released: list[Shard]) -> None:
-            for file in {plan.layout.targets[name].file for name in fresh}:
-                files[file].flush()
-                os.fsync(files[file].fileno())
-            journal.add(fresh, [(shard, store.keeps(shard.name)) for shard in released])
-            fresh.clear()
-            for module in plan.layout.modules:
-                if module.path not in digests and (written := _written(module, journal)):
-                    path = staging / module.file
-                    digests[module.path] = digester.submit(digest_records, path, module, written)
-
-        for step in plan.steps:
-            missing = [name for name in step.tensors if name not in journal.tensors]
-            if step.fetch is not None and step.fetch not in journal.shards:
-                store.fetch(step.fetch)
-            for name in step.tensors:
-                target = plan.layout.targets[name]
-                if name not in missing:
-                    advance(target.nbytes)
-                    continue
-                fresh[name] = write_tensor(
-                    files[target.file].fileno(), target, tensors[name], writer, advance
-                )
-                if sum(plan.layout.targets[n].nbytes for n in fresh) > SYNC_NBYTES:
-                    sync([])
-            released = [store.release(s) for s in step.release if s not in journal.shards]
-            sync(released)
-            for shard in step.release:
-                store.discard(shard)
-        return {path: digest.result() for path, digest in digests.items()}
-    finally:
-        writer.shutdown()
-        digester.shutdown(cancel_futures=True)
-        for file in files.values():
-            file.close()
-
-
-def _written(module: ExpertModule, journal: Journal) -> dict[str, bytes]:
-    """The digests of a module's tensors by name, when all are written; else nothing."""
-    names = [f"{module.path}.{part.name}" for part in module.parts]
-    if not journal.tensors.keys() >= set(names):
-        return {}
-    return {name: journal.tensors[name] for name in names}
 
 
 def _finish(
