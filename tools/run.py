@@ -71,11 +71,11 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
     callback=_checked_max_tokens,
     help="-1: without limit.",
 )
-@click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True)
-@click.option("--top-p", type=FiniteRange(0, 1), default=1.0, show_default=True)
-@click.option("--top-k", type=click.IntRange(0), default=0, help="0: off.")
-@click.option("--min-p", type=FiniteRange(0, 1), default=0.0, show_default=True)
-@click.option("--repetition-penalty", type=FiniteRange(0, min_open=True))
+@click.option("--temp", type=FiniteRange(0), default=0.0, help="0: always the likeliest token.")
+@click.option("--top-p", type=FiniteRange(0, 1), default=1.0, help="Of the likeliest, so much.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Of the k likeliest; 0: off.")
+@click.option("--min-p", type=FiniteRange(0, 1), default=0.0, help="Times the likeliest, at least.")
+@click.option("--repetition-penalty", type=FiniteRange(0, min_open=True), help="1: none.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Same seed, same answer.")
 @click.option(
     "--prefill-step-size",
