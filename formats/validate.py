@@ -15,7 +15,7 @@ from moepack.formats.manifest import DIGEST_NBYTES, ExpertModule, Manifest, Quan
 __all__ = ["is_file_name", "max_copied_nbytes", "validate", "validate_config", "validate_file_name"]
 
 MAX_EXPERTS = 65_536  # two thousand times today's largest top-k; keeps digests below a megabyte
-MAX_LAYERS = 10_000  # a hundred times today's deepest; models are built layer by layer
+MAX_LAYERS = 1_000  # some eight times today's deepest; models are built layer by layer
 # Of tokenizers the largest known has 33 MB, of templates 30 kB; both are read whole to run a model.
 MAX_COPIED_NBYTES = 64 * 2**20
 MAX_TEMPLATE_NBYTES = 2**20

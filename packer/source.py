@@ -59,6 +59,9 @@ SOURCE_PATTERNS = (*COPIED_PATTERNS, "*.safetensors")
 STUBS_NAME = "stubs"  # in the staging folder of a convert that consumes or fetches its source
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 * 10**6  # the safetensors library's own limit
+# A header costs its reader ten times its size. Those of real shards are a thousandth of the data.
+FREE_HEADER_NBYTES = 2**20
+LEAST_DATA_SHARE = 16  # bytes of data for a byte of a header beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +301,7 @@ def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRa
         if listed:
             hint = f"{INDEX_NAME} lists it (convert --consume moves shards into the pack)"
         raise SourceError(f"{path}: no such shard; {hint}")
+    _check_header_size(path)
     try:
         with safe_open(path, framework="numpy"):
             pass  # validates: no overlap, no hole, no trailing byte
@@ -320,6 +324,25 @@ def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRa
         tensor_nbytes(f"{path}: tensor {name!r}", dtype, shape)
         tensors[name] = TensorRange(path, dtype, shape, start + begin, end - begin)
     return prefix + text, tensors
+
+
+def _check_header_size(path: Path) -> None:
+    """Raises SourceError for a header out of all proportion, before it is read."""
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            n_data = os.fstat(file.fileno()).st_size - 8
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+    if len(prefix) < 8:
+        return  # what that is, the library says
+    (nbytes,) = struct.unpack("<Q", prefix)
+    n_data -= nbytes
+    if nbytes > FREE_HEADER_NBYTES + max(0, n_data) // LEAST_DATA_SHARE:
+        raise SourceError(
+            f"{path}: damaged or hostile safetensors file (a header of {nbytes:,} bytes before "
+            f"{max(0, n_data):,} bytes of data)"
+        )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,5 +38,5 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
             options["config"] = PreTrainedConfig()  # no model type, so no class chosen by it
         return mlx_lm.utils.load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # tokenizer classes raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise SourceError(f"{path}: no usable tokenizer ({reason})") from error

@@ -191,6 +191,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"model_type": "nosuchmodel"},
     {"model_type": 7},
     {"num_hidden_layers": 10**9},
+    {"num_hidden_layers": 9_999},
     {"text_config": {"num_hidden_layers": 10**9}},
     {"num_experts_per_tok": 10**9},
     {"num_experts": 10**9},
@@ -231,6 +232,9 @@ def headers() -> Iterator[tuple[str, bytes]]:
         *(["0", "8"], [0.0, 8.0], None, [10**9, 10**9 + 8]),
     ):
         lies[f"offsets {offsets}"] = '{"a":' + entry("F32", [2], offsets) + "}"
+    nothing = entry("F32", [0], [8, 8])
+    empty = "".join(f',"x{i}":{nothing}' for i in range(300_000))
+    lies["300,000 empty tensors"] = '{"a":' + entry("F32", [2], [0, 8]) + empty + "}"
     for name, header in lies.items():
         yield f"header with {name}", len(header).to_bytes(8, "little") + header.encode() + bytes(8)
     good = ('{"a":' + entry("F32", [2], [0, 8]) + "}").encode()

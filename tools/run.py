@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moepack.formats.errors import SourceError
 from moepack.tools.options import (
     FilePath,
     FiniteRange,
     JsonObject,
     Name,
+    Switch,
     Text,
     check_save_path,
     checked_text,
@@ -93,6 +95,7 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
 @click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
 @click.option(
     "--show-thinking/--hide-thinking",
+    type=Switch(),
     default=True,
     show_default=True,
     help="What a model thinks before it answers; dimmed on a terminal.",
@@ -374,9 +377,8 @@ def _traced(engine: "Engine", path: Path | None) -> Iterator[None]:
     recorder = TraceRecorder()
     for index, layer in enumerate(engine.layers):
         layer.record = recorder.layer(index)
-    try:
-        yield
-    finally:
+
+    def save() -> None:
         try:
             n_calls = recorder.save(
                 path,
@@ -384,9 +386,19 @@ def _traced(engine: "Engine", path: Path | None) -> Iterator[None]:
                 engine.plan.slots_per_layer,
                 f"moepack run of {engine.pack.path.name}",
             )
-            note(f"saved {n_calls} calls of expert layers to {path}")
         except OSError as error:
-            note(f"warning: {path} was not saved ({' '.join(str(error).split())})")
+            raise SourceError(f"{path}: not saved ({error.strerror or error})") from error
+        note(f"saved {n_calls} calls of expert layers to {path}")
+
+    try:
+        yield
+    except BaseException:
+        try:
+            save()
+        except SourceError as error:
+            note(f"warning: {error}")  # something worse is under way
+        raise
+    save()
 
 
 def _read_stdin() -> str:

@@ -87,7 +87,7 @@ def test_a_trace_changes_no_answer(
     assert texts[0] == texts[1]
 
 
-def test_a_failed_write_is_a_warning_after_the_answer(
+def test_a_failed_write_is_an_error_after_the_answer(
     q4_pack: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,12 +98,11 @@ def test_a_failed_write_is_a_warning_after_the_answer(
 
     monkeypatch.setattr(TraceRecorder, "save", full_disk)
     file = tmp_path / "t.npz"
-    assert main(["run", str(q4_pack), "-p", PROMPT, "-m", "4", "--trace", str(file)]) == 0
+    assert main(["run", str(q4_pack), "-p", PROMPT, "-m", "4", "--trace", str(file)]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.strip()) == 4
-    warning = captured.err.strip().splitlines()[-1]
-    assert warning.startswith(f"warning: {file} was not saved")
-    assert "No space left" in warning
+    error = captured.err.strip().splitlines()[-1]
+    assert error == f"moepack: error: {file}: not saved (No space left on device)"
 
 
 def test_the_lines_of_a_chat_are_one_trace(
