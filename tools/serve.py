@@ -59,7 +59,13 @@ STOP_S = 4.0  # for everything
     show_default=True,
     help="Requests that may wait; more are refused.",
 )
-@click.option("--max-body", type=Size(), default="8MB", show_default=True, help="Of a request.")
+@click.option(
+    "--max-body",
+    type=Size(),
+    default="8MB",
+    show_default=True,
+    help="Of a request; four times that of all that are being received or prepared.",
+)
 @click.option(
     "--warm-start/--no-warm-start",
     default=True,
@@ -163,6 +169,7 @@ def _serve(
     from moepack.tools.serving.app import make_app
     from moepack.tools.serving.catalog import Catalog, open_packs
     from moepack.tools.serving.loaded import loader
+    from moepack.tools.serving.reading import BodyReader
     from moepack.tools.serving.usage import Watch
     from moepack.tools.serving.worker import Worker
 
@@ -176,7 +183,7 @@ def _serve(
 
     load = loader(catalog, watch, memory=memory, expert_cache=expert_cache, warm_start=warm_start)
     worker = Worker(load, catalog.only, max_queue, wake)
-    app = make_app(Service(worker, catalog, max_body), watch, key, hosts)
+    app = make_app(Service(worker, catalog, BodyReader(max_body)), watch, key, hosts)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -201,13 +208,16 @@ def _serve(
         server.should_exit = True
         worker.close()
         http.join(ends - time.monotonic())
-        has_ended = worker.join(max(0.0, ends - time.monotonic()))
+        worker.join(max(0.0, ends - time.monotonic()))
+        if worker.failure is not None:
+            raise worker.failure
+        note("stopped")
+        # The profile is saved, the connections are closed. A thread may still be inside a load, a
+        # layer or a tokenizer, which nothing can interrupt: Python would wait for it, and C++
+        # abort the process when MLX's own threads are destroyed under it. So nothing is destroyed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if worker.failure is not None:
-        raise worker.failure
-    note("stopped")
-    if not has_ended:  # inside a load or a chunk of a prompt that nothing can interrupt
-        sys.stdout.flush()
-        os._exit(0)

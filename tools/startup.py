@@ -1,4 +1,4 @@
-"""The first and last moments of the command: Ctrl-C while libraries load, and what they need.
+"""The first and last moments of the command: signals while libraries load, and what they need.
 
 Knows nothing of moepack, so that it is there before anything else is.
 """
@@ -18,6 +18,8 @@ MLX_LM_OPEN_FILES = 4096
 def entry_point() -> None:
     """What the installed script calls."""
     signal.signal(signal.SIGINT, _leave_at_once)
+    if sys.argv[1:2] == ["serve"]:  # which SIGTERM ends with exit code 0, from the first moment
+        signal.signal(signal.SIGTERM, _end_at_once)
     # Of long prompts transformers warns by what a tokenizer, not by what the model can take.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from moepack.tools.cli import main
@@ -33,6 +35,11 @@ def interrupts_unwind() -> None:
     """
     if signal.getsignal(signal.SIGINT) is _leave_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(0)
 
 
 def _leave_at_once(signum: int, frame: FrameType | None) -> None:

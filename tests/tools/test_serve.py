@@ -235,6 +235,7 @@ def test_a_client_that_hangs_up_frees_the_server(url: str, is_stream: bool) -> N
         ({"messages": user(SHORT * 1024)}, "messages"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
     ids=str,
 )

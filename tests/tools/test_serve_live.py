@@ -18,7 +18,7 @@ from moepack.tools.answering import Sampling
 from moepack.tools.serving.catalog import Catalog, open_packs
 from moepack.tools.serving.errors import ApiError
 from moepack.tools.serving.generation import Job
-from moepack.tools.serving.live import MAX_PAGES, live_events
+from moepack.tools.serving.live import MAX_PAGES, LiveResponse, live_events
 from moepack.tools.serving.loaded import Counts, Loaded, loader
 from moepack.tools.serving.pages import page_files
 from moepack.tools.serving.usage import Watch
@@ -94,10 +94,9 @@ def test_a_page_is_told_the_model_then_what_changed(q4_pack: Path) -> None:
     worker: Any = FakeWorker(None)
 
     async def look() -> None:
-        events = live_events(worker, watch)
+        events = live_events(worker)
         first = await heard(events)
         assert first["model"] == {"model": None}
-        assert watch.n_pages == 1
         worker.loaded = loaded
         second = await heard(events)
         assert second["model"]["model"] == "q4"
@@ -118,15 +117,30 @@ def test_a_page_is_told_the_model_then_what_changed(q4_pack: Path) -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(events)
 
+    watch.n_pages = 1
     asyncio.run(look())
-    assert watch.n_pages == 0
 
 
 def test_a_page_too_many_is_refused() -> None:
     worker: Any = FakeWorker(None)
+    watch = Watch()
+    opened = [LiveResponse(worker, watch) for _ in range(MAX_PAGES)]  # all before any began
     with pytest.raises(ApiError) as error:
-        live_events(worker, Watch(n_pages=MAX_PAGES))
+        LiveResponse(worker, watch)
     assert error.value.status == 429
+    worker.is_closed = True
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    for response in opened:
+        asyncio.run(response(scope, receive, send))
+    assert watch.n_pages == 0
+    LiveResponse(worker, watch)
 
 
 def test_the_page_is_open_strict_and_its_data_wants_the_key(q4_pack: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_folder_without_a_pack_is_refused_in_one_line(
 ) -> None:
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "not a pack" in line
+    assert "no packs are in this folder" in line
 
 
 def residents(url: str) -> str:

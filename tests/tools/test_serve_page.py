@@ -1,19 +1,24 @@
 """The live page in a real browser: Chromium, without a window."""
 
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_models
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from served import served
+from served import PROGRAM, served
+
+from moepack.tools.serving.live import MAX_PAGES
 
 KEY = "a key"
 SHORT = tiny_models.text_of([5, 9, 40, 77])
+ASKED = "**/v1/chat/completions"
 WAIT_S = 30
 OPTIONS = (
     "--no-sandbox",
@@ -132,3 +137,115 @@ def test_a_wrong_key_is_said_and_another_model_can_be_asked(browser: Browser, ur
         expect(page.locator("#model-name")).to_have_text("float is loaded")
         page.get_by_role("button", name="New conversation").click()
         expect(page.locator(".turn")).to_have_count(0)
+
+
+def active(page: Page) -> str:
+    """The id of what has the keyboard."""
+    return str(page.evaluate("document.activeElement.id"))
+
+
+@pytest.fixture(scope="module")
+def open_url(q4_pack: Path) -> Iterator[str]:
+    """A server of one pack, without a key."""
+    with served(q4_pack, "--expert-cache", "floor", "--no-warm-start") as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("way", ["button", "Escape"])
+def test_a_stopped_answer_is_kept_as_far_as_it_came_and_the_keyboard_in_the_message(
+    browser: Browser, open_url: str, way: str
+) -> None:
+    with opened(browser, open_url) as (page, wrong):
+        expect(page.get_by_role("status")).to_have_text("ready")
+        message = page.get_by_label("Message", exact=True)
+        message.fill(SHORT)
+        page.get_by_role("button", name="Send").focus()
+        page.keyboard.press("Enter")
+        answer = page.locator(".turn.assistant .text")
+        until(lambda: len(answer.inner_text()) > 10)
+        assert active(page) == "message"
+        if way == "button":
+            page.get_by_role("button", name="Stop").focus()
+        page.keyboard.press("Enter" if way == "button" else way)
+        expect(page.locator(".turn .about")).to_have_text("stopped")
+        assert active(page) == "message"
+        shown = answer.text_content()
+        message.fill(SHORT)
+        with page.expect_request(ASKED) as asked:
+            page.keyboard.press("Enter")
+        assert asked.value.post_data_json["messages"] == [
+            {"role": "user", "content": SHORT},
+            {"role": "assistant", "content": shown},
+            {"role": "user", "content": SHORT},
+        ]
+        expect(page.locator(".dropped")).to_have_count(0)
+        assert wrong == []
+
+
+def test_what_failed_or_was_stopped_before_it_began_is_marked_and_not_sent(
+    browser: Browser, open_url: str
+) -> None:
+    with opened(browser, open_url) as (page, _):
+
+        def answer(route: Any) -> None:
+            said = route.request.post_data_json["messages"][-1]["content"]
+            if said == "first":
+                route.fulfill(status=500, json={"error": {"message": "the disk is gone"}})
+            elif said == SHORT:
+                route.continue_()  # to "second" nothing comes until it is stopped
+
+        page.route(ASKED, answer)
+        expect(page.get_by_role("status")).to_have_text("ready")
+        message = page.get_by_label("Message", exact=True)
+        message.fill("first")
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn .error")).to_have_text("the disk is gone")
+        message.fill("second")
+        with page.expect_request(ASKED):
+            page.keyboard.press("Enter")
+        page.keyboard.press("Escape")
+        expect(page.locator(".dropped .about")).to_have_text(
+            ["Not part of the conversation.", "stopped", "Not part of the conversation."]
+        )
+        expect(page.locator(".turn.user.dropped")).to_have_text(["first", "second"])
+        message.fill(SHORT)
+        with page.expect_request(ASKED) as asked:
+            page.keyboard.press("Enter")
+        assert asked.value.post_data_json["messages"] == [{"role": "user", "content": SHORT}]
+
+
+def test_a_page_too_many_says_so_until_there_is_room(browser: Browser, open_url: str) -> None:
+    with ExitStack() as others:
+        streams = [
+            others.enter_context(httpx.stream("GET", f"{open_url}/events")).iter_bytes()
+            for _ in range(MAX_PAGES)
+        ]
+        for stream in streams:
+            next(stream)  # it has begun
+        with opened(browser, open_url) as (page, _):
+            status = page.get_by_role("status")
+            expect(status).to_have_text(f"{MAX_PAGES} pages look on already")
+            others.close()
+            expect(status).to_have_text("ready")
+
+
+def test_another_server_in_the_place_of_the_first_is_noticed(
+    browser: Browser, q4_pack: Path, float_pack: Path
+) -> None:
+    with served(q4_pack) as (url, first), opened(browser, url) as (page, _):
+        expect(page.get_by_role("status")).to_have_text("ready")
+        expect(page.locator("#model-name")).to_have_text("q4")
+        first.kill()
+        first.wait()
+        expect(page.get_by_role("status")).to_have_text("connection lost")
+        port = url.rpartition(":")[2]
+        second = subprocess.Popen([*PROGRAM, "serve", str(float_pack), "--port", port])
+        try:
+            expect(page.get_by_role("status")).to_have_text("ready")
+            expect(page.locator("#model-name")).to_have_text("float")
+            page.get_by_label("Message", exact=True).fill(SHORT)
+            page.keyboard.press("Enter")
+            until(lambda: page.locator(".turn.assistant .text").inner_text())
+        finally:
+            second.kill()
+            second.wait()

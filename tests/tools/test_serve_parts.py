@@ -100,7 +100,7 @@ def test_a_template_is_given_the_tools_and_arguments_of_the_request() -> None:
 
     def apply_chat_template(messages: Any, **options: Any) -> str:
         given.update(options, messages=messages)
-        return "text"
+        return f"text {options.get('tools')}"
 
     tokenizer: Any = SimpleNamespace(
         has_chat_template=True,
@@ -114,14 +114,14 @@ def test_a_template_is_given_the_tools_and_arguments_of_the_request() -> None:
         "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    assert chat_tokens(tokenizer, parse_body(json.dumps(body).encode(), ChatBody)) == [1, 2]
+    assert chat_tokens(tokenizer, parse_body(json.dumps(body).encode(), ChatBody), None) == [1, 2]
     assert given["tools"] == [tool]
     assert given["enable_thinking"] is False
     assert given["reasoning_effort"] == "low"
     assert given["messages"] == [{"role": "system", "content": "hi"}]
     given.clear()
     without = json.dumps({**body, "tool_choice": "none"}).encode()
-    chat_tokens(tokenizer, parse_body(without, ChatBody))
+    chat_tokens(tokenizer, parse_body(without, ChatBody), None)
     assert "tools" not in given
 
 

@@ -6,22 +6,23 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from moepack.tools.answering import Sampling
-from moepack.tools.serving.bodies import ChatBody, CompletionBody, SamplingBody, parse_body
+from moepack.tools.serving.bodies import ChatBody, CompletionBody, parse_body
 from moepack.tools.serving.catalog import Catalog
-from moepack.tools.serving.errors import ApiError, invalid
+from moepack.tools.serving.errors import ApiError, too_long
 from moepack.tools.serving.generation import Event, Finished, Job
 from moepack.tools.serving.parsing import ChatParser, Delta, Parser
 from moepack.tools.serving.prompts import chat_tokens, completion_tokens
+from moepack.tools.serving.reading import BodyReader, unless_closed
 from moepack.tools.serving.replies import Reply
 from moepack.tools.serving.worker import Worker
 
@@ -38,11 +39,12 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes share. `max_body` is in bytes."""
+    """What the routes share. `preparing`: how many requests are made ready at once."""
 
     worker: Worker
     catalog: Catalog
-    max_body: int
+    reader: BodyReader
+    preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class Asked:
     queue: "asyncio.Queue[Event]"
     reply: Reply
     parser: Parser
+    is_stream: bool
 
 
 async def events(
@@ -88,11 +91,9 @@ async def answer(
 ) -> Response:
     """The response to a request for text. Raises ApiError, ClientGone."""
     service.worker.check_ready()
-    data = await _read_body(request, service.max_body)
-    body = parse_body(data, kind)
-    asked = await _ask(service, body, service.catalog.chosen(body.model))
+    asked = await unless_closed(service.worker, _ask(service, request, kind))
     try:
-        if body.stream:
+        if asked.is_stream:
             return _Stream(service, asked, _stream(request, asked))
         return JSONResponse(await _wait(request, asked))
     except BaseException:
@@ -116,31 +117,40 @@ class _Stream(StreamingResponse):
             self._service.worker.cancel(self._job)
 
 
-async def _ask(service: Service, body: SamplingBody, model: str) -> Asked:
-    """Put a request in the queue. Raises ApiError."""
-    catalog, is_stream = service.catalog, body.stream
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is kept of a request: a body may be long, and wait long for its turn."""
 
-    def prepare(tokenizer: TokenizerWrapper) -> tuple[list[int], Parser]:
+    model: str
+    tokens: list[int]
+    parser: Parser
+    sampling: Sampling
+    seed: int | None
+    stops: tuple[str, ...]
+    is_stream: bool
+    includes_usage: bool
+
+
+def _prepare(
+    catalog: Catalog, data: bytearray, kind: type[ChatBody] | type[CompletionBody]
+) -> _Prepared:
+    """A body made ready for the queue. Raises ApiError."""
+    body = parse_body(data, kind)
+    model = catalog.chosen(body.model)
+
+    def tokenize(tokenizer: TokenizerWrapper, most: int | None) -> tuple[list[int], Parser]:
         if isinstance(body, ChatBody):
-            tokens = chat_tokens(tokenizer, body)
-            return tokens, ChatParser(tokenizer, tokens, body.tools, is_stream)
-        assert isinstance(body, CompletionBody)
-        return completion_tokens(tokenizer, body), Parser()
+            tokens = chat_tokens(tokenizer, body, most)
+            return tokens, ChatParser(tokenizer, tokens, body.usable_tools, body.stream)
+        return completion_tokens(tokenizer, body, most), Parser()
 
-    tokens, parser = await run_in_threadpool(catalog.with_tokenizer, model, prepare)
+    tokens, parser = catalog.with_tokenizer(model, tokenize)
     n_left = catalog.context - len(tokens)
     if n_left < 1:
-        raise invalid(
+        raise too_long(
             f"the prompt has {len(tokens):,} tokens; with an answer, {catalog.context:,} fit",
             "messages" if isinstance(body, ChatBody) else "prompt",
-            "context_length_exceeded",
         )
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-    def emit(event: Event) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(queue.put_nowait, event)
-
     sampling = Sampling(
         max_tokens=min(body.token_limit or n_left, n_left),
         temp=body.temperature,
@@ -149,17 +159,53 @@ async def _ask(service: Service, body: SamplingBody, model: str) -> Asked:
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
     )
-    job = Job(model, tokens, sampling, body.seed, body.stops, emit)
+    return _Prepared(
+        model,
+        tokens,
+        parser,
+        sampling,
+        body.seed,
+        body.stops,
+        body.stream,
+        body.stream and body.includes_usage,
+    )
+
+
+async def _ask(
+    service: Service, request: Request, kind: type[ChatBody] | type[CompletionBody]
+) -> Asked:
+    """Put a request in the queue. Raises ApiError, ClientDisconnect."""
+    async with service.reader.read(request) as data:
+        with service.worker.place():
+            ready = await to_thread.run_sync(
+                _prepare,
+                service.catalog,
+                data,
+                kind,
+                abandon_on_cancel=True,  # the server ends
+                limiter=service.preparing,
+            )
+            return _submit(service, ready, is_chat=kind is ChatBody)
+
+
+def _submit(service: Service, ready: _Prepared, *, is_chat: bool) -> Asked:
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def emit(event: Event) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    job = Job(ready.model, ready.tokens, ready.sampling, ready.seed, ready.stops, emit)
     reply = Reply(
-        id=f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{secrets.token_hex(12)}",
-        is_chat=isinstance(body, ChatBody),
-        model=model,
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        is_chat=is_chat,
+        model=ready.model,
         created=int(time.time()),
-        n_prompt=len(tokens),
-        includes_usage=is_stream and body.includes_usage,
+        n_prompt=len(ready.tokens),
+        includes_usage=ready.includes_usage,
     )
     service.worker.submit(job)
-    return Asked(job, queue, reply, parser)
+    return Asked(job, queue, reply, ready.parser, ready.is_stream)
 
 
 async def _wait(request: Request, asked: Asked) -> dict[str, Any]:
@@ -204,17 +250,3 @@ async def _stream(request: Request, asked: Asked) -> AsyncIterator[str]:
 
 def _data(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """Raises ApiError as soon as it is known to be longer than `limit` bytes."""
-    error = ApiError(413, f"the body is longer than {limit:,} bytes", code="body_too_large")
-    stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > limit:
-        raise error
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > limit:
-            raise error
-    return bytes(data)

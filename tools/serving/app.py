@@ -7,15 +7,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from moepack.tools.serving.answers import STREAM_HEADERS, ClientGone, Service, answer
+from moepack.tools.serving.answers import ClientGone, Service, answer
 from moepack.tools.serving.bodies import ChatBody, CompletionBody
 from moepack.tools.serving.errors import ApiError
-from moepack.tools.serving.guards import counted, guarded, hosted
-from moepack.tools.serving.live import live_events
+from moepack.tools.serving.guards import counted, cut_off, guarded, hosted
+from moepack.tools.serving.live import LiveResponse
 from moepack.tools.serving.metrics import Metrics
 from moepack.tools.serving.pages import PAGE_HEADERS, page_files
 from moepack.tools.serving.usage import Watch
@@ -56,8 +56,7 @@ def make_app(
         return await answer(service, request, CompletionBody)
 
     async def live(request: Request) -> Response:
-        stream = live_events(worker, watch)
-        return StreamingResponse(stream, headers=STREAM_HEADERS, media_type="text/event-stream")
+        return LiveResponse(worker, watch)
 
     async def page(request: Request) -> Response:
         content, kind = files[request.url.path]
@@ -88,7 +87,7 @@ def make_app(
     app.router.redirect_slashes = False
     paths = {route.path.removesuffix("/{name:path}") for route in routes}
     open_paths = {"/health", "/settings", *files}
-    return counted(hosted(guarded(app, key, open_paths), hosts), metrics, paths)
+    return cut_off(counted(hosted(guarded(app, key, open_paths), hosts), metrics, paths))
 
 
 async def _show_api_error(request: Request, error: ApiError) -> Response:

@@ -32,8 +32,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
 }
+FIRST: Any = Field(fail_fast=True)  # a long list has a problem at each place, each told at length
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+# Instead of what pydantic says of a field that may be of several kinds.
+WORDS = {
+    "stop": "a text or at most 16, each of 1 to 1,000 characters",
+    "prompt": "a text, or a list of one text or of tokens",
+    "content": "a text, or a list of parts, each with a type and a text",
+}
+KINDS = {"model_type": "an object is wanted", "dict_type": "an object is wanted"}
 
 
 class Part(BaseModel):
@@ -49,8 +57,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[Part], FIRST] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], FIRST] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -67,7 +75,7 @@ class SamplingBody(BaseModel):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16), FIRST] | None = None
     seed: int | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Fraction = 1.0
@@ -102,12 +110,17 @@ class SamplingBody(BaseModel):
 class ChatBody(SamplingBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] = []
+    messages: Annotated[list[Message], Field(min_length=1), FIRST]
+    tools: Annotated[list[dict[str, Any]], FIRST] = []
     tool_choice: Literal["none", "auto"] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def token_limit(self) -> int | None:
@@ -118,7 +131,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """The body of /v1/completions: a text, or its tokens."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | list[int]
+    prompt: str | Annotated[list[str], Field(min_length=1), FIRST] | Annotated[list[int], FIRST]
 
     @property
     def token_limit(self) -> int | None:
@@ -126,7 +139,7 @@ class CompletionBody(SamplingBody):
         return self.max_tokens or COMPLETION_TOKENS
 
 
-def parse_body(data: bytes, kind: type[B]) -> B:
+def parse_body(data: bytes | bytearray, kind: type[B]) -> B:
     """The body as an object of `kind`. Raises ApiError naming the field at fault."""
     try:
         body = json.loads(data)
@@ -155,5 +168,10 @@ def _as_api_error(error: ValidationError) -> ApiError:
     """The first of the problems, by the names of JSON."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     steps = first["loc"]
-    where = ".".join(str(step) for step in steps)
-    return invalid(f"{where}: {first['msg']}", str(steps[0]) if steps else None)
+    several = next((n for n, step in enumerate(steps) if step in WORDS), None)
+    named = steps if several is None else steps[: several + 1]
+    text = KINDS.get(first["type"], first["msg"])
+    if several is not None:
+        text = WORDS[str(steps[several])]
+    where = ".".join(str(step) for step in named)
+    return invalid(f"{where}: {text}", str(steps[0]) if steps else None)

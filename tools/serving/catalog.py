@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from moepack.formats.errors import SourceError
+from moepack.formats.errors import MoepackError, SourceError
 from moepack.formats.pack import Pack, is_pack
 from moepack.runtime.loading import pack_tokenizer
 from moepack.tools.packs import open_pack
-from moepack.tools.serving.errors import ApiError, invalid
+from moepack.tools.serving.bounds import bytes_per_token
+from moepack.tools.serving.errors import ApiError, invalid, not_loaded
 
 __all__ = ["Catalog", "open_packs"]
 
@@ -39,7 +40,10 @@ def _packs_of(argument: str) -> Iterator[tuple[str, Pack]]:
     folder = Path(argument)
     inside: list[Path] = []
     if folder.is_dir() and not is_pack(folder):
-        inside = sorted(p for p in folder.iterdir() if not p.name.startswith(".") and is_pack(p))
+        found = list(folder.iterdir())
+        inside = sorted(p for p in found if not p.name.startswith(".") and is_pack(p))
+        if not inside and not any(path.is_file() for path in found):
+            raise SourceError(f"{folder}: no packs are in this folder, and it is none itself")
     for path in inside:
         yield path.name.removesuffix(".moepack"), Pack.open(path)
     if not inside:
@@ -53,7 +57,8 @@ class Catalog:
 
     def __init__(self, packs: dict[str, Pack], context: int) -> None:
         self._packs = packs
-        self._tokenizers: dict[str, TokenizerWrapper] = {}
+        # With the bytes of text that may fit the context at most, where that is known.
+        self._tokenizers: dict[str, tuple[TokenizerWrapper, int | None]] = {}
         self._lock = threading.Lock()  # tokenizers serve one thread at a time
         self._created = int(time.time())
         self.context = context
@@ -95,14 +100,29 @@ class Catalog:
 
     def tokenizer(self, name: str) -> TokenizerWrapper:
         """A model's tokenizer, loaded if it is not there. Raises SourceError, FormatError."""
-        return self.with_tokenizer(name, lambda tokenizer: tokenizer)
-
-    def with_tokenizer(self, name: str, use: Callable[[TokenizerWrapper], T]) -> T:
-        """What `use` makes of a model's tokenizer, which no other request uses meanwhile."""
         with self._lock:
-            if name not in self._tokenizers:
-                self._tokenizers[name] = pack_tokenizer(self._packs[name])
-            return use(self._tokenizers[name])
+            return self._held(name)[0]
+
+    def with_tokenizer(self, name: str, use: Callable[[TokenizerWrapper, int | None], T]) -> T:
+        """What `use` makes of a model's tokenizer, which no other request uses meanwhile.
+
+        It is also given the bytes of text that may fit the context at most, None if that is not
+        known. Raises ApiError when there is no tokenizer.
+        """
+        with self._lock:
+            try:
+                held = self._held(name)
+            except (MoepackError, OSError) as error:  # a pack's files may be gone by now
+                raise not_loaded(name, str(error)) from error
+            return use(*held)
+
+    def _held(self, name: str) -> tuple[TokenizerWrapper, int | None]:
+        if name not in self._tokenizers:
+            tokenizer = pack_tokenizer(self._packs[name])
+            n_bytes = bytes_per_token(getattr(tokenizer, "backend_tokenizer", None))
+            most = None if n_bytes is None else n_bytes * self.context
+            self._tokenizers[name] = tokenizer, most
+        return self._tokenizers[name]
 
     def keep_tokenizer(self, name: str) -> None:
         """Drop the tokenizers of all other models: their memory belongs to this one now."""

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-__all__ = ["ApiError", "invalid"]
+from moepack.tools.reporting import note
+
+__all__ = ["ApiError", "invalid", "not_loaded", "too_long"]
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -35,3 +37,15 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that is wrong in itself: 400."""
     return ApiError(400, message, param=param, code=code)
+
+
+def not_loaded(name: str, reason: str) -> ApiError:
+    """A model that did not load: the reason, which has paths, is a line in the log."""
+    note(f"{name}: {reason}")
+    text = f"model {name!r} did not load; the server's log says why"
+    return ApiError(503, text, code="model_not_loaded")
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """A prompt that does not fit the context."""
+    return invalid(message, param, "context_length_exceeded")

@@ -1,5 +1,6 @@
 """What stands before the routes: hosts, the API key, and the counting of what is answered."""
 
+import asyncio
 import hmac
 from collections.abc import Collection
 
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moepack.tools.serving.errors import ApiError
 from moepack.tools.serving.metrics import Metrics
 
-__all__ = ["counted", "guarded", "hosted"]
+__all__ = ["counted", "cut_off", "guarded", "hosted"]
 
 
 def hosted(app: ASGIApp, hosts: Collection[str] | None) -> ASGIApp:
@@ -21,7 +22,8 @@ def hosted(app: ASGIApp, hosts: Collection[str] | None) -> ASGIApp:
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             stated = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if _without_port(stated).lower() not in hosts:
+            # Names are of any case, and may end with the dot of the root of all domains.
+            if _without_port(stated).lower().removesuffix(".") not in hosts:
                 error = ApiError(403, f"host {stated!r} is not this server", code="wrong_host")
                 await JSONResponse(error.as_map(), 403)(scope, receive, send)
                 return
@@ -39,12 +41,14 @@ def guarded(app: ASGIApp, key: str | None, open_paths: Collection[str]) -> ASGIA
     """With a key, all but `open_paths` needs it: `Authorization: Bearer KEY`."""
     if key is None:
         return app
-    wanted = f"Bearer {key}".encode()
+    wanted = key.encode()
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in open_paths:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, wanted):
+            scheme, _, credentials = given.partition(b" ")
+            is_right = hmac.compare_digest(credentials.strip(b" "), wanted)
+            if not is_right or scheme.lower() != b"bearer":
                 error = ApiError(401, "a wrong API key, or none", code="invalid_api_key")
                 response = JSONResponse(error.as_map(), 401, {"www-authenticate": "Bearer"})
                 await response(scope, receive, send)
@@ -76,3 +80,15 @@ def counted(app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> ASGIApp:
 
 def _begins(path: str, known: str) -> bool:
     return path == known or (known == "/v1/models" and path.startswith("/v1/models/"))
+
+
+def cut_off(app: ASGIApp) -> ASGIApp:
+    """What is still being sent when the server has to end is cut off: no failure to be logged."""
+
+    async def ended(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:  # by uvicorn, whose patience with a slow reader is over
+            return
+
+    return ended

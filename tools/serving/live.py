@@ -14,14 +14,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from moepack.runtime.machine import resident_memory
+from moepack.tools.serving.answers import STREAM_HEADERS
 from moepack.tools.serving.errors import ApiError
 from moepack.tools.serving.loaded import Counts, Loaded
 from moepack.tools.serving.usage import Watch
 from moepack.tools.serving.worker import Worker
 
-__all__ = ["live_events"]
+__all__ = ["MAX_PAGES", "LiveResponse", "live_events"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NOTHING = np.empty(0, np.uint64)
@@ -30,26 +33,39 @@ QUIET_TICKS = 8  # so many go untold while nothing happens
 MAX_PAGES = 16
 
 
-def live_events(worker: Worker, watch: Watch) -> AsyncGenerator[str]:
-    """Events for one page, until the server is closed. Raises ApiError for one page too many."""
-    if watch.n_pages >= MAX_PAGES:
-        raise ApiError(429, f"{MAX_PAGES} pages look on already", code="pages")
-    return _events(worker, watch)
+class LiveResponse(StreamingResponse):
+    """Events for one page, which counts from now until the response ends.
+
+    Raises ApiError for one page too many.
+    """
+
+    def __init__(self, worker: Worker, watch: Watch) -> None:
+        if watch.n_pages >= MAX_PAGES:
+            raise ApiError(429, f"{MAX_PAGES} pages look on already", code="pages")
+        watch.n_pages += 1
+        self._watch = watch
+        super().__init__(
+            live_events(worker), headers=STREAM_HEADERS, media_type="text/event-stream"
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See StreamingResponse."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._watch.n_pages -= 1
 
 
-async def _events(worker: Worker, watch: Watch) -> AsyncGenerator[str]:
+async def live_events(worker: Worker) -> AsyncGenerator[str]:
+    """Events for one page, until the server is closed."""
     view = _View(worker)
-    watch.n_pages += 1
-    try:
-        n_quiet = 0
-        while not worker.is_closed:
-            events, is_news = view.look()
-            n_quiet = 0 if is_news else n_quiet + 1
-            if n_quiet % QUIET_TICKS == 0:
-                yield "".join(f"event: {n}\ndata: {json.dumps(d)}\n\n" for n, d in events)
-            await asyncio.sleep(TICK_S)
-    finally:
-        watch.n_pages -= 1
+    n_quiet = 0
+    while not worker.is_closed:
+        events, is_news = view.look()
+        n_quiet = 0 if is_news else n_quiet + 1
+        if n_quiet % QUIET_TICKS == 0:
+            yield "".join(f"event: {n}\ndata: {json.dumps(d)}\n\n" for n, d in events)
+        await asyncio.sleep(TICK_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from moepack.formats.errors import SourceError
 from moepack.tools.answering import prompt_tokens
 from moepack.tools.serving.bodies import ChatBody, CompletionBody, Message
-from moepack.tools.serving.errors import invalid
+from moepack.tools.serving.errors import invalid, too_long
 
 __all__ = ["chat_tokens", "completion_tokens"]
 
@@ -18,8 +18,8 @@ __all__ = ["chat_tokens", "completion_tokens"]
 RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 
 
-def chat_tokens(tokenizer: TokenizerWrapper, body: ChatBody) -> list[int]:
-    """The tokens of a conversation. Raises ApiError."""
+def chat_tokens(tokenizer: TokenizerWrapper, body: ChatBody, most_bytes: int | None) -> list[int]:
+    """The tokens of a conversation. Raises ApiError, of more than `most_bytes` of text too."""
     if not tokenizer.has_chat_template:
         text = "this model has no chat template; use /v1/completions"
         raise invalid(text, "messages", "no_chat_template")
@@ -33,15 +33,20 @@ def chat_tokens(tokenizer: TokenizerWrapper, body: ChatBody) -> list[int]:
     arguments: dict[str, Any] = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.tools and body.tool_choice != "none":
-        arguments["tools"] = body.tools
+    if tools := body.usable_tools:
+        arguments["tools"] = tools
+    bounded: Any = _Bounded(tokenizer, most_bytes, "messages")
     try:
-        return prompt_tokens(tokenizer, messages, use_template=True, template_args=arguments)
+        if tools and _ignores_tools(bounded, messages, arguments):
+            raise invalid("tools: this model's chat template knows none", "tools")
+        return prompt_tokens(bounded, messages, use_template=True, template_args=arguments)
     except SourceError as error:
         raise invalid(str(error), "messages") from error
 
 
-def completion_tokens(tokenizer: TokenizerWrapper, body: CompletionBody) -> list[int]:
+def completion_tokens(
+    tokenizer: TokenizerWrapper, body: CompletionBody, most_bytes: int | None
+) -> list[int]:
     """The tokens of a text, or those given, which the model may not have. Raises ApiError."""
     prompt = body.prompt
     if isinstance(prompt, list):
@@ -55,10 +60,48 @@ def completion_tokens(tokenizer: TokenizerWrapper, body: CompletionBody) -> list
             raise invalid("prompt: one prompt a request", "prompt", "unsupported_parameter")
         prompt = prompt[0]
     message = {"role": "user", "content": prompt}
+    bounded: Any = _Bounded(tokenizer, most_bytes, "prompt")
     try:
-        return prompt_tokens(tokenizer, [message], use_template=False)
+        return prompt_tokens(bounded, [message], use_template=False)
     except SourceError as error:
         raise invalid(str(error), "prompt") from error
+
+
+class _Bounded:
+    """A tokenizer that refuses text of more than `most_bytes`: it could not fit the context.
+
+    To split it into tokens takes time, and memory of a hundred times its size.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, most_bytes: int | None, param: str) -> None:
+        self._tokenizer = tokenizer
+        self._most_bytes = most_bytes
+        self._param = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """As the tokenizer's. Raises ApiError."""
+        n_bytes = len(text.encode())
+        if self._most_bytes is not None and n_bytes > self._most_bytes:
+            most = f"{self._most_bytes:,}"
+            raise too_long(f"the prompt has {n_bytes:,} bytes; {most} may fit at most", self._param)
+        tokens: list[int] = self._tokenizer.encode(text, **options)
+        return tokens
+
+
+def _ignores_tools(
+    tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], arguments: dict[str, Any]
+) -> bool:
+    """Whether the chat template makes the same text of a conversation without its tools."""
+    options = {"add_generation_prompt": True, **arguments, "tokenize": False}
+    without = {name: value for name, value in options.items() if name != "tools"}
+    try:
+        texts = [tokenizer.apply_chat_template(messages, **o) for o in (options, without)]
+    except Exception:  # templates are programs: `prompt_tokens` says what they raise
+        return False
+    return bool(texts[0] == texts[1])
 
 
 def _as_map(message: Message, number: int) -> dict[str, Any]:

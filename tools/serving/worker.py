@@ -3,15 +3,15 @@
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import click
 
 from moepack.formats.errors import MoepackError
 from moepack.runtime.machine import release_memory
-from moepack.tools.reporting import note
-from moepack.tools.serving.errors import ApiError
+from moepack.tools.serving.errors import ApiError, not_loaded
 from moepack.tools.serving.generation import Event, Job
 from moepack.tools.serving.loaded import Counts, Loaded
 
@@ -24,8 +24,9 @@ class Worker:
     """First come, first served, one at a time: so an answer is the one that it is alone.
 
     One model is in memory. `load` gives the one of a name, when the one before it has been given
-    back; `first` is loaded at the start. `max_queue` jobs may wait; `on_failure` is called from
-    the thread when `first` did not load, with `failure` set.
+    back; `first` is loaded at the start. `max_queue` jobs may wait, those that are still being
+    prepared among them; `on_failure` is called from the thread when `first` did not load, with
+    `failure` set.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Worker:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
+        self._n_preparing = 0
         self._running: Job | None = None
         self._thread = threading.Thread(target=self._run, name="moepack-generate", daemon=True)
         self._loaded: Loaded | None = None
@@ -55,8 +57,8 @@ class Worker:
 
     @property
     def n_waiting(self) -> int:
-        """Jobs that wait for their turn."""
-        return len(self._waiting)
+        """Jobs that wait for their turn, or are being prepared."""
+        return len(self._waiting) + self._n_preparing
 
     @property
     def n_running(self) -> int:
@@ -81,15 +83,29 @@ class Worker:
         if self._first is not None:
             raise ApiError(503, "the model is being loaded", code="loading")
 
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue, for a job that is being prepared. Raises as `submit`."""
+        with self._changed:
+            self._check_room(self.n_waiting)
+            self._n_preparing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_preparing -= 1
+
     def submit(self, job: Job) -> None:
         """Put a job in the queue. Raises ApiError when it is full, or the server not ready."""
         with self._changed:
-            self.check_ready()
-            n_free = self._max_queue + 1 - self.n_running
-            if len(self._waiting) >= n_free:
-                raise ApiError(429, "too many requests wait already; try again later", code="queue")
+            self._check_room(len(self._waiting))  # whoever prepared it leaves its place
             self._waiting.append(job)
             self._changed.notify_all()
+
+    def _check_room(self, n_waiting: int) -> None:
+        self.check_ready()
+        if n_waiting >= self._max_queue + 1 - self.n_running:
+            raise ApiError(429, "too many requests wait already; try again later", code="queue")
 
     def cancel(self, job: Job) -> None:
         """Nobody waits for this job any more: it leaves the queue, or stops at its next layer."""
@@ -170,15 +186,13 @@ class Worker:
         reason = None
         try:
             loaded = self._load(name)
-        except MoepackError as error:
+        except (MoepackError, OSError) as error:  # a pack's files may be gone by now
             if self._first is not None:
                 raise
             reason = str(error)
         finally:
             self.loading = None
         if reason is not None:  # outside of `except`: an error holds what its frames hold
-            note(f"{name}: {reason}")
-            text = f"model {name!r} did not load; the server's log says why"
-            raise ApiError(503, text, code="model_not_loaded")
+            raise not_loaded(name, reason)
         with self._changed:
             self._loaded = loaded
