@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from moepack.formats.errors import SourceError
+from moepack.formats.geometry import align_up
 from moepack.formats.pack import Pack
 from moepack.formats.progress import Advance, silent
 
@@ -100,6 +101,13 @@ def check_digests(pack: Pack, advance: Advance = silent) -> Iterator[Mismatch]:
                 advance(len(view))
             if digest.digest() != tensor.digest:
                 reason = "shared tensor differs from its digest"
+                yield Mismatch(None, None, None, tensor.name, reason)
+                continue
+            end = tensor.offset + tensor.nbytes
+            padding = memoryview(bytearray(align_up(end, manifest.alignment) - end))
+            read_range(shared.fileno(), padding, end, pack.shared_file)
+            if any(padding):
+                reason = "padding after the shared tensor is not zero"
                 yield Mismatch(None, None, None, tensor.name, reason)
     for layer, module in enumerate(manifest.modules):
         path = pack.expert_file(module)

@@ -12,7 +12,15 @@ from moepack.formats.codec import decode
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import MAX_MANIFEST_NBYTES, ExpertModule, Manifest
 
-__all__ = ["MANIFEST_NAME", "SHARED_NAME", "TOKENIZER_FILES", "Pack", "has_tokenizer", "is_pack"]
+__all__ = [
+    "MANIFEST_NAME",
+    "SHARED_NAME",
+    "TOKENIZER_FILES",
+    "Pack",
+    "has_tokenizer",
+    "is_pack",
+    "link_leaves",
+]
 
 MANIFEST_NAME = "manifest.msgpack"
 SHARED_NAME = "shared.bin"
@@ -27,6 +35,18 @@ def is_pack(path: Path) -> bool:
 def has_tokenizer(path: Path) -> bool:
     """Whether a pack or checkpoint folder has a file that can be a tokenizer."""
     return any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def link_leaves(folder: Path, name: str) -> bool:
+    """Whether a file of a folder, there or not, is reached by a link out of it.
+
+    Of a snapshot in the Hugging Face cache, out of the model's folder `models--org--name`: every
+    file there is a link into its `blobs`.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    return not Path(os.path.realpath(folder / name)).is_relative_to(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,7 @@ class Pack:
             what = "not a folder" if exists else "no such folder"
             raise SourceError(f"{folder}: {what}; a pack is made by moepack convert")
         if not is_pack(folder):
+            _check_manifest(folder / MANIFEST_NAME)
             hint = "not a pack, or an unfinished one"
             if (folder / SHARED_NAME).exists():
                 hint = "the pack is incomplete, convert again"
@@ -108,19 +129,20 @@ class Pack:
 
     def check_link(self, name: str) -> None:
         """Raise FormatError where a file, there or not, is reached by a link out of the pack."""
-        path = self.path / name
-        if not path.resolve().is_relative_to(self._allowed_root()):
+        if link_leaves(self.path, name):
+            path = self.path / name
             raise FormatError(f"{path}: a link that leaves the pack; copy the file in its place")
 
-    def _allowed_root(self) -> Path:
-        """The pack itself; for a snapshot in the Hugging Face cache, the model's cache folder.
 
-        There every file is a link into `models--org--name/blobs`.
-        """
-        folder = self.path.resolve()
-        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
-            return folder.parent.parent
-        return folder
+def _check_manifest(path: Path) -> None:
+    """Raise FormatError where something that is no file is in the manifest's place."""
+    if not os.path.lexists(path):
+        return
+    try:
+        path.stat()
+    except OSError as error:
+        raise FormatError(f"{path}: {_reason(error)}") from error
+    raise FormatError(f"{path}: not a regular file")
 
 
 def _read_manifest(folder: Path) -> Manifest:

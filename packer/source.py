@@ -5,6 +5,7 @@ Knows safetensors headers and index files; knows nothing of models. No tensor da
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.geometry import tensor_nbytes
-from moepack.formats.pack import is_pack
+from moepack.formats.pack import is_pack, link_leaves
 from moepack.formats.validate import max_copied_nbytes, validate_config
 
 __all__ = [
@@ -171,9 +172,9 @@ def open_folder(
     """As `open_source`, for a folder found already."""
     if is_pack(path) and not any(path.glob("model*.safetensors")):
         raise SourceError(f"{path}: is a pack already; moepack unpack makes the checkpoint of it")
-    if not (path / "config.json").is_file():
+    if not os.path.lexists(path / "config.json"):
         raise SourceError(f"{path}: no config.json; not a checkpoint folder")
-    _check_copied_sizes(path)
+    _check_copied(path)
     config = read_json(path / "config.json")
     try:
         validate_config(str(path / "config.json"), config)
@@ -228,13 +229,28 @@ def cached_folder(repository: str, revision: str | None) -> Path | None:
     return Path(folder)
 
 
-def _check_copied_sizes(folder: Path) -> None:
-    """Raises SourceError for a file that would be copied, were it not absurdly large."""
+def _check_copied(folder: Path) -> None:
+    """Raises SourceError for a file that would be copied, were it not one of the folder's own.
+
+    That is, a regular file that no link out of the checkpoint leads to, and not absurdly large.
+    """
     for path in sorted({p for pattern in COPIED_PATTERNS for p in folder.glob(pattern)}):
+        if link_leaves(folder, path.name):
+            raise SourceError(
+                f"{path}: a link that leaves the checkpoint; what it leads to would be copied into "
+                "the pack; copy the file in its place"
+            )
         try:
-            nbytes = path.stat().st_size
-        except OSError:  # a link to nowhere: named by whoever needs the file
+            status = path.stat()
+        except FileNotFoundError:  # a link to nowhere: named by whoever needs the file
             continue
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}") from error
+        if stat.S_ISDIR(status.st_mode) and path.suffix != ".json":
+            continue  # such as LICENSES: never read
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path}: not a regular file")
+        nbytes = status.st_size
         if nbytes > (most := max_copied_nbytes(path.name)):
             raise SourceError(
                 f"{path}: {nbytes:,} bytes, a file beside the weights has at most {most:,}; if the "

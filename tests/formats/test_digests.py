@@ -87,6 +87,16 @@ def test_a_flipped_bit_in_a_shared_tensor_names_it(pack: Pack, index: int, place
     assert (found.module, found.layer, found.expert) == (None, None, None)
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_flipped_bit_in_the_padding_of_a_shared_tensor_names_it(pack: Pack, place: str) -> None:
+    tensor = pack.manifest.shared[-1]
+    end = tensor.offset + tensor.nbytes
+    assert end < pack.manifest.shared_nbytes
+    flip(pack.shared_file, end if place == "first" else pack.manifest.shared_nbytes - 1)
+    (found,) = check_digests(pack)
+    assert str(found) == f"{tensor.name}: padding after the shared tensor is not zero"
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_flipped_bit_in_a_copied_file_names_it(pack: Pack, name: str) -> None:
     flip(pack.path / name, 1)

@@ -2,6 +2,7 @@
 
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,10 +132,18 @@ def test_a_manifest_that_cannot_be_read_is_a_source_error(
         Pack.open(pack)
 
 
-def test_a_manifest_that_is_a_folder_is_no_pack(pack: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "fifo"])
+def test_a_manifest_that_is_no_file_is_named(pack: Path, make: Callable[[Path], None]) -> None:
     (pack / "manifest.msgpack").unlink()
-    (pack / "manifest.msgpack").mkdir()
-    with pytest.raises(SourceError, match=r"no manifest\.msgpack"):
+    make(pack / "manifest.msgpack")
+    with pytest.raises(FormatError, match=r"/manifest\.msgpack: not a regular file"):
+        Pack.open(pack)
+
+
+def test_a_manifest_that_is_a_link_to_itself_is_named(pack: Path) -> None:
+    (pack / "manifest.msgpack").unlink()
+    (pack / "manifest.msgpack").symlink_to("manifest.msgpack")
+    with pytest.raises(FormatError, match=r"/manifest\.msgpack: too many levels of symbolic"):
         Pack.open(pack)
 
 

@@ -379,10 +379,12 @@ def test_relative_paths_work(
 
 def test_source_of_links_gives_a_pack_of_files(q4_source: Path, tmp_path: Path) -> None:
     """A snapshot in the Hugging Face cache is links."""
-    source = tmp_path / "source"
-    source.mkdir()
+    model = tmp_path / "models--org--name"
+    source = model / "snapshots" / "0123abcd"
+    source.mkdir(parents=True)
+    shutil.copytree(q4_source, model / "blobs")
     for file in q4_source.iterdir():
-        (source / file.name).symlink_to(file)
+        (source / file.name).symlink_to(f"../../blobs/{file.name}")
     pack = make_pack(source, tmp_path / "out.moepack")
     assert not any(p.is_symlink() for p in pack.rglob("*"))
     assert pack_tensors(pack) == source_tensors(q4_source)

@@ -12,11 +12,13 @@ import pytest
 from conftest import make_pack
 
 from moepack.formats.errors import SourceError
+from moepack.formats.manifest import Shard
 from moepack.formats.pack import Pack
 from moepack.packer.checkpoint import ConvertOptions
-from moepack.packer.convert import ConvertPlan, convert, plan_convert
+from moepack.packer.convert import ConvertPlan, _binding, convert, plan_convert
+from moepack.packer.journal import Journal
 from moepack.packer.publishing import remove_unstarted
-from moepack.packer.source import open_source
+from moepack.packer.source import open_source, save_stubs
 from moepack.packer.writing import write_range
 
 
@@ -374,3 +376,162 @@ def test_overwrite_spares_what_is_not_the_packs(
     with pytest.raises(SourceError, match="--overwrite would delete it"):
         convert(plan, folder, overwrite=True)
     assert fingerprint(folder) == before
+
+
+JOURNALS = {
+    "a diary": "diary\n",
+    "a line that is not whole": "diary",
+    "JSON of someone else": '{"shards": {}}\n',
+}
+
+
+@pytest.mark.parametrize("journal", JOURNALS.values(), ids=JOURNALS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_refused_convert_touches_nothing(
+    plan: ConvertPlan, place: Path, q4_pack: Path, journal: str, overwrite: bool
+) -> None:
+    """A user's files may have the names of a convert's notes."""
+    folder = Path(shutil.copytree(q4_pack, place / "out.moepack"))
+    (folder / "journal").write_text(journal)
+    (folder / "stubs").mkdir()
+    (folder / "stubs" / "photo.jpg").write_bytes(b"mine")
+    before = fingerprint(place)
+    with pytest.raises(SourceError, match=r"out\.moepack"):
+        convert(plan, folder, overwrite=overwrite)
+    assert fingerprint(place) == before
+    assert names_in(place) == ["out.moepack"]
+
+
+def journal_of(plan: ConvertPlan, folder: Path) -> None:
+    """The journal of a convert that consumed every shard, and their stubs."""
+    shards = [(Shard(s.name, s.stat().st_size, "0" * 64), False) for s in plan.source.shards]
+    Journal.start(folder / "journal", _binding(plan)).add({}, shards)
+    save_stubs(plan.source, folder / "stubs")
+
+
+def test_notes_of_a_finished_convert_are_cleared(
+    plan: ConvertPlan, place: Path, q4_pack: Path
+) -> None:
+    """It was killed right after its rename."""
+    folder = Path(shutil.copytree(q4_pack, place / "out.moepack"))
+    journal_of(plan, folder)
+    with pytest.raises(SourceError, match="exists; pass --overwrite"):
+        convert(plan, folder)
+    assert fingerprint(folder) == fingerprint(q4_pack)
+    assert names_in(place) == ["out.moepack"]
+
+
+@pytest.mark.parametrize("spoilt", ["pack", "stubs"])
+def test_notes_that_may_be_someone_elses_stay(
+    plan: ConvertPlan, place: Path, q4_pack: Path, spoilt: str
+) -> None:
+    """The pack is not complete, or a file among the stubs is none."""
+    folder = Path(shutil.copytree(q4_pack, place / "out.moepack"))
+    journal_of(plan, folder)
+    if spoilt == "pack":
+        os.truncate(folder / "shared.bin", 1)
+    else:
+        (folder / "stubs" / "photo.jpg").write_bytes(b"mine")
+    before = fingerprint(place)
+    with pytest.raises(SourceError, match="exists; pass --overwrite"):
+        convert(plan, folder)
+    assert fingerprint(place) == before
+
+
+@pytest.mark.parametrize("other_overwrites", [False, True])
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_second_convert_during_the_renames_of_an_overwrite_is_refused(
+    plan: ConvertPlan,
+    place: Path,
+    q4_pack: Path,
+    q4_source: Path,
+    float_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    other_overwrites: bool,
+) -> None:
+    """The first one ends as if it had been alone."""
+    destination = place / "out.moepack"
+    shutil.copytree(float_pack, destination)
+    other = plan_convert(open_source(str(q4_source)), ConvertOptions())
+    rename = Path.rename
+    refusals: list[str] = []
+
+    def second() -> None:
+        monkeypatch.setattr(Path, "rename", rename)
+        before = fingerprint(place)
+        with pytest.raises(SourceError) as refused:
+            convert(other, destination, overwrite=other_overwrites)
+        refusals.append(str(refused.value))
+        assert fingerprint(place) == before
+
+    def noting_rename(path: Path, target: Path) -> Path:
+        if moment == "before" and target.name.endswith(".old"):
+            second()
+        renamed = rename(path, target)
+        if (moment == "between" and target.name.endswith(".old")) or (
+            moment == "after" and path.name.endswith(".partial")
+        ):
+            second()
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", noting_rename)
+    convert(plan, destination, overwrite=True)
+    is_seen = moment != "before" or other_overwrites  # else there is just an old pack
+    wanted = "another convert is writing it" if is_seen else "exists; pass --overwrite"
+    assert len(refusals) == 1
+    assert wanted in refusals[0]
+    assert names_in(place) == ["out.moepack"]
+    assert fingerprint(destination) == fingerprint(q4_pack)
+
+
+def test_staging_folder_that_became_the_destination_is_not_locked(
+    plan: ConvertPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another convert published it between the look-up of its name and the lock."""
+    flock = fcntl.flock
+
+    def late_flock(fd: int, operation: int) -> None:
+        if (staging := place / ".out.moepack.partial").exists():
+            staging.rename(place / "published")
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late_flock)
+    with pytest.raises(SourceError, match="another convert is writing it"):
+        convert(plan, place / "out.moepack")
+    assert names_in(place) == ["published"]
+
+
+def test_old_pack_that_cannot_be_removed_does_not_spoil_the_new(
+    plan: ConvertPlan,
+    place: Path,
+    q4_pack: Path,
+    float_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message says that it is there; the next convert removes the old one."""
+    destination = place / "out.moepack"
+    shutil.copytree(float_pack, destination)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O")))
+        with pytest.raises(SourceError, match=r"out\.moepack: is complete, but clearing up failed"):
+            convert(plan, destination, overwrite=True)
+    assert fingerprint(destination) == fingerprint(q4_pack)
+    with pytest.raises(SourceError, match="exists; pass --overwrite"):
+        convert(plan, destination)
+    assert names_in(place) == ["out.moepack"]
+
+
+def test_removing_what_never_began_leaves_a_running_convert_alone(place: Path) -> None:
+    """It has fetched headers, and holds the lock."""
+    staging = place / ".out.moepack.partial"
+    (staging / "stubs").mkdir(parents=True)
+    held = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        remove_unstarted(place / "out.moepack")
+        assert names_in(staging) == ["stubs"]
+    finally:
+        os.close(held)
+    remove_unstarted(place / "out.moepack")
+    assert names_in(place) == []

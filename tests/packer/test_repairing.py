@@ -142,14 +142,16 @@ def test_whole_pack_has_no_damage(made: Made) -> None:
 
 @pytest.mark.parametrize("kind", ["records", "shared"])
 def test_padding_is_zero_again(q4: Made, kind: str) -> None:
-    """Even that of shared tensors, which verify does not look at."""
+    """Verify finds the same."""
     pieces = [p for p in pieces_of(Pack.open(q4.pack).manifest) if p.end > p.offset + p.nbytes]
     chosen = [p for p in pieces if (p.module is None) == (kind == "shared")]
     for piece in chosen:
         flip(q4.pack / piece.file, piece.offset + piece.nbytes)
         flip(q4.pack / piece.file, piece.end - 1)
+    by_verify = [str(mismatch) for mismatch in check_digests(Pack.open(q4.pack))]
     found = mend(q4)
     assert len(found) == len(chosen) > 0
+    assert sorted(found) == sorted(by_verify)
     assert all("padding after the" in text for text in found)
 
 
@@ -397,3 +399,11 @@ def test_source_on_the_hub_is_fetched_by_the_shards_that_are_needed(
     assert names_beside(q4) == ["copy.moepack"]
     assert not list(tmp_path.glob(".other*"))
     assert not list((tmp_path / "other home").rglob("*.safetensors"))
+
+
+def test_link_to_itself_is_named(q4: Made) -> None:
+    """It is not followed for ever."""
+    (q4.pack / "shared.bin").unlink()
+    (q4.pack / "shared.bin").symlink_to("shared.bin")
+    with pytest.raises(SourceError, match=r"shared\.bin: Too many levels of symbolic links"):
+        find_damage(open_damaged(q4.pack))

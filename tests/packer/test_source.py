@@ -1,6 +1,7 @@
 """Opening a source: what is missing, damaged or foreign is named before anything is built."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -409,3 +410,84 @@ def test_config_of_mlx_lm_is_read_as_saved(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     save_config(dict(reversed(config.items())), folder / "config.json")
     assert open_source(str(folder)).config["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, "tokenizer.json", "config.json", "notes.txt"])
+def test_fifo_in_place_of_a_file_is_refused(folder: Path, name: str) -> None:
+    """Reading it would wait for ever."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(SourceError, match=f"/{name}: not a regular file"):
+        open_source(str(folder))
+
+
+def test_folder_in_place_of_the_index_is_named(folder: Path) -> None:
+    """It is not taken for none."""
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    (folder / INDEX_NAME).mkdir()
+    with pytest.raises(SourceError, match=f"/{INDEX_NAME}: not a regular file"):
+        open_source(str(folder))
+
+
+def test_link_to_itself_in_place_of_the_index_is_named(folder: Path) -> None:
+    """Nor is this."""
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    (folder / INDEX_NAME).symlink_to(INDEX_NAME)
+    with pytest.raises(SourceError, match=f"/{INDEX_NAME}: Too many levels of symbolic links"):
+        open_source(str(folder))
+
+
+def test_folder_of_licences_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """Its name is like that of a licence, which a pack keeps."""
+    (folder / "LICENSES").mkdir()
+    convert(plan_convert(open_source(str(folder)), OPTIONS), tmp_path / "out.moepack")
+    assert not (tmp_path / "out.moepack" / "LICENSES").exists()
+
+
+@pytest.mark.parametrize("name", ["x.txt", "tokenizer.json", "config.json", INDEX_NAME])
+def test_link_to_a_file_elsewhere_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    """A stranger's checkpoint would put a private file into a pack that is passed on."""
+    private = tmp_path / "private"
+    private.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    with pytest.raises(SourceError, match=f"/{name}: a link that leaves the checkpoint"):
+        open_source(str(folder))
+
+
+def test_links_inside_the_checkpoint_and_of_weights_are_followed(
+    folder: Path, tmp_path: Path
+) -> None:
+    """People keep shards on another disk."""
+    (folder / "config.json").rename(folder / "other")
+    (folder / "config.json").symlink_to("other")
+    for shard in folder.glob("*.safetensors"):
+        shard.rename(tmp_path / shard.name)
+        shard.symlink_to(tmp_path / shard.name)
+    assert open_source(str(folder)).tensors
+
+
+@pytest.mark.parametrize("target", ["own", "another's"])
+def test_link_in_a_cached_snapshot_stays_in_its_model(
+    folder: Path, tmp_path: Path, target: str
+) -> None:
+    """All files of the Hugging Face cache are links to its blobs."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    shutil.move(folder, snapshot)
+    owner = "models--org--name" if target == "own" else "models--org--other"
+    blob = tmp_path / owner / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    (snapshot / "config.json").rename(blob)
+    (snapshot / "config.json").symlink_to(f"../../../{owner}/blobs/0123")
+    if target == "own":
+        assert open_source(str(snapshot)).config
+    else:
+        with pytest.raises(SourceError, match="a link that leaves the checkpoint"):
+            open_source(str(snapshot))
+
+
+def test_text_config_that_is_no_object_is_refused(folder: Path) -> None:
+    """Before any code looks into it."""
+    edit_config(folder, text_config=5)
+    with pytest.raises(SourceError, match=r"config\.json: text_config is not a JSON object"):
+        plan_convert(open_source(str(folder)), OPTIONS)
