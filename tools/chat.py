@@ -18,7 +18,7 @@ from moepack.runtime.counters import Counters
 from moepack.runtime.loading import Engine
 from moepack.tools import answering
 from moepack.tools.answering import Answer, PromptStopped, Sampling
-from moepack.tools.chat_input import COMMANDS, EXIT, help_text, parse
+from moepack.tools.chat_input import COMMANDS, EXIT, TAKEN_BACK, help_text, parse
 from moepack.tools.chat_saved import Message, load_conversation, save_conversation
 from moepack.tools.chat_view import AnswerView
 from moepack.tools.options import checked_text
@@ -79,7 +79,7 @@ class Chat:
         while True:
             try:
                 command, text = parse(_readable(read()))
-                if command == EXIT:
+                if command == EXIT and not text:
                     return
                 if command is not None:
                     self._obey(command, text)
@@ -90,6 +90,7 @@ class Chat:
             except KeyboardInterrupt:
                 if interrupts_end:
                     raise
+                note(TAKEN_BACK)
             except MoepackError as error:
                 note(" ".join(f"error: {error}".split()))
 
@@ -122,6 +123,8 @@ class Chat:
             path = Path(name).expanduser()
         except RuntimeError as error:
             raise SourceError(f"{name}: {error}") from error
+        if "\0" in name:
+            raise SourceError(f"{command}: a null byte in the file's name")
         if command == "/save":
             save_conversation(path, self.messages)
             note(f"Saved {len(self.messages)} messages to {path}.")
@@ -210,7 +213,7 @@ class Chat:
             view.end()
             click.echo()
         if view.is_empty and (result is None or result.finish_reason == "interrupted"):
-            note("Stopped before an answer began: the message is taken back.")
+            note(TAKEN_BACK)
             return
         self.messages = [*messages, view.message()]
         if result is not None:

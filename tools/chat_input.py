@@ -9,10 +9,20 @@ from typing import NamedTuple
 
 import click
 
-__all__ = ["COMMANDS", "EXIT", "Typed", "help_text", "is_open", "parse", "plain_reader"]
+__all__ = [
+    "COMMANDS",
+    "EXIT",
+    "TAKEN_BACK",
+    "Typed",
+    "help_text",
+    "is_open",
+    "parse",
+    "plain_reader",
+]
 
 QUOTES = '"""'
 EXIT = "/exit"
+TAKEN_BACK = "Stopped before an answer began: the message is taken back."
 COMMANDS = {  # what follows the command, and what it does
     "/help": ("", "shows this"),
     "/clear": ("", "forgets the conversation, but for the system message"),

@@ -33,7 +33,7 @@ def save_conversation(path: Path, messages: list[Message]) -> None:
         with whole_file(path) as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise SourceError(f"{path}: not saved ({error.strerror})") from error
+        raise SourceError(f"{path}: not saved ({error.strerror or error})") from error
 
 
 def load_conversation(path: Path) -> list[Message]:

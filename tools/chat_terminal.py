@@ -15,13 +15,15 @@ from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from moepack.runtime.user_cache import cache_folder
-from moepack.tools.chat_input import COMMANDS, is_open
+from moepack.tools.chat_input import COMMANDS, TAKEN_BACK, is_open
 from moepack.tools.reporting import note
 
 __all__ = ["HOW_TO_LEAVE", "open_history", "terminal_reader"]
@@ -59,12 +61,30 @@ def terminal_reader(
     def read() -> str:
         while True:
             try:
-                return session.prompt()
+                text = session.prompt()
             except KeyboardInterrupt:
                 if not session.default_buffer.text:
                     note(HOW_TO_LEAVE)
+                continue
+            if not _is_stopped(session):
+                return text
+            note(TAKEN_BACK)
 
     return read
+
+
+def _is_stopped(session: PromptSession[str]) -> bool:
+    """Whether Ctrl-C came right after Enter: a key still, no signal yet. What precedes it is lost.
+
+    Other keys stay for the next prompt.
+    """
+    keys = get_typeahead(session.input)
+    with session.input.raw_mode():
+        keys += session.input.read_keys()
+    keys += session.app.key_processor.empty_queue()
+    stops = [i for i, press in enumerate(keys) if press.key in (Keys.ControlC, Keys.SIGINT)]
+    store_typeahead(session.input, keys[stops[-1] + 1 :] if stops else keys)
+    return bool(stops)
 
 
 def open_history() -> History:

@@ -57,8 +57,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 usage, 130 interrupted."""
     context = None
-    if sys.stdout is None:
-        return 1  # closed by whoever started us: no answer could be given
+    if sys.stdout is None:  # by whoever started us
+        return _fail("stdout is closed: no answer could be given", context)
     try:
         if arguments is None and (instruction := os.environ.get(COMPLETE_VARIABLE)):
             return shell_complete(cli, {}, "moepack", COMPLETE_VARIABLE, instruction)

@@ -94,6 +94,10 @@ class HelpfulCommand(click.Command):
         for parameter in self.params:
             if parameter.metavar is None and isinstance(parameter.type, click.ParamType):
                 parameter.metavar = _metavar(parameter.type)
+            if isinstance(parameter.type, click.FloatRange | click.IntRange):
+                # Errors say "is not a valid" before it, where click has "float range".
+                is_whole = isinstance(parameter.type, click.IntRange)
+                parameter.type.name = "whole number" if is_whole else "number"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The groups, in the order of OPTION_GROUPS."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from moepack.formats.errors import SourceError
+from moepack.formats.pack import is_pack
 from moepack.formats.sizes import parse_size
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "JsonObject",
     "Name",
     "Size",
+    "Switch",
     "Text",
+    "check_save_folder",
     "check_save_path",
     "checked_text",
     "debug_option",
@@ -65,6 +68,17 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
+
+
+class Switch(click.types.BoolParamType):
+    """On or off."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        """See the class. Fails as click wants it."""
+        state = self.str_to_bool(value)
+        if state is None:
+            self.fail(f"{value!r} is neither on nor off", param, ctx)
+        return state
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
@@ -137,13 +151,37 @@ class JsonObject(click.ParamType):  # type: ignore[type-arg]
 
 
 def check_save_path(path: Path) -> None:
-    """Refuse, before a model is loaded, a file that could not be written. Raises SourceError."""
-    if path.exists():
-        return
-    if not path.parent.is_dir():
-        raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
-    if not os.access(path.parent, os.W_OK):
-        raise SourceError(f"{path.parent}: no permission to save {path.name} in this folder")
+    """Refuse, before a model is loaded, a file that could not be written. Raises SourceError.
+
+    One that is there may be read instead.
+    """
+    try:
+        is_there = path.exists()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise SourceError(f"{path}: {_reason(error)}") from error
+    if not is_there:
+        check_save_folder(path)
+
+
+def check_save_folder(path: Path) -> None:
+    """Refuse a file in whose folder none can be made, or none belongs. Raises SourceError."""
+    try:
+        folder = path.parent.resolve()
+        if not folder.is_dir():
+            raise SourceError(f"{path.parent}: no such folder to save {path.name} in")
+        for above in (folder, *folder.parents):
+            if is_pack(above):
+                raise SourceError(f"{path}: would be inside the pack {above}")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except SourceError:
+        raise
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: cannot be saved there ({_reason(error)})") from error
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def memory_option(function: F) -> F:
@@ -153,7 +191,7 @@ def memory_option(function: F) -> F:
         type=Size("auto"),
         default="auto",
         metavar="SIZE|auto",
-        help="All the memory the process may use.  [default: auto]",
+        help="All memory it may use.  [default: auto]",
     )(function)
 
 
@@ -164,8 +202,7 @@ def expert_cache_option(function: F) -> F:
         type=Size("auto", "all", "floor"),
         default="auto",
         metavar="SIZE|auto|all|floor",
-        help="Memory for resident experts alone; floor: top-k a layer.  [default: what --memory "
-        "leaves]",
+        help="For experts alone; floor: top-k a layer.  [default: what --memory leaves]",
     )(function)
 
 

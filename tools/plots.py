@@ -15,7 +15,7 @@ import click
 from moepack.formats.errors import SourceError
 from moepack.formats.sizes import format_size
 from moepack.formats.whole import whole_file
-from moepack.tools.options import FilePath, check_save_path
+from moepack.tools.options import FilePath, check_save_folder
 
 __all__ = [
     "PLOT_FORMATS",
@@ -60,9 +60,9 @@ class PlotPath(FilePath):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See the class. Fails as click wants it; raises SourceError for what is not there."""
         path = super().convert(value, param, ctx)
-        if path.suffix not in PLOT_FORMATS:
+        if path.suffix.lower() not in PLOT_FORMATS:
             self.fail("a name ending in .svg or .png is needed", param, ctx)
-        check_save_path(path)
+        check_save_folder(path)
         if find_spec("matplotlib") is None:
             name = param.opts[0] if param is not None else "a picture"
             raise SourceError(f"{name} needs matplotlib: pip install 'moepack[plot]'")
@@ -78,14 +78,18 @@ def plot_option(name: str, help_: str) -> Callable[[F], F]:
 
 @contextmanager
 def _figure(path: Path, **options: Any) -> Iterator[Any]:
-    """A matplotlib figure, saved at the end, whole or not at all."""
+    """A matplotlib figure, saved at the end, whole or not at all. Raises SourceError."""
     with import_module("matplotlib").rc_context(STYLE):
         figure = import_module("matplotlib.figure").Figure(layout="constrained", **options)
         yield figure
-        with whole_file(path) as unfinished:
-            # Without its date, which is no part of the picture.
-            stamp = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(unfinished, metadata=stamp)
+        kind = path.suffix.lower().removeprefix(".")
+        # Without its date, which is no part of the picture.
+        stamp = {"Date": None} if kind == "svg" else None
+        try:
+            with whole_file(path) as unfinished:
+                figure.savefig(unfinished, format=kind, metadata=stamp)
+        except OSError as error:
+            raise SourceError(f"{path}: not saved ({error.strerror or error})") from error
 
 
 def draw_hit_rates(path: Path, results: Sequence[Mapping[str, Any]], title: str) -> None:

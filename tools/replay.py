@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moepack.formats.errors import SourceError
 from moepack.tools.options import FilePath, debug_option, json_option
 from moepack.tools.plots import draw_hit_rates, draw_uses, plot_option
 from moepack.tools.startup import interrupts_unwind
@@ -79,6 +80,11 @@ def command(
     engine's policy: with the run's own slots, its figures are the run's. `belady` knows the
     future: over all calls no policy hits more, unless some need more experts than the slots.
     """
+    if plot is not None and heatmap is not None and plot.resolve() == heatmap.resolve():
+        raise click.UsageError("--plot and --heatmap name the same file")
+    if trace.exists() and not trace.is_file():
+        raise SourceError(f"{trace}: not a regular file")
+
     from moepack.runtime.simulate import simulate
     from moepack.runtime.trace import load_trace
 

@@ -84,12 +84,12 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
     type=click.IntRange(1),
     help="Prompt tokens per call.  [default: what --memory leaves room for]",
 )
-@click.option("--max-kv-size", type=click.IntRange(5), help="Keep at most so many past tokens.")
+@click.option("--max-kv-size", type=click.IntRange(5), help="At most so many past tokens.")
 @click.option("--kv-bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize KV.")
 @click.option(
     "--prompt-cache-file",
     type=FilePath(dir_okay=False),
-    help="Save the prompt's KV cache there, or reuse it.",
+    help="Save the prompt's KV cache, or reuse it.",
 )
 @click.option("--chat-template-args", type=JsonObject(), metavar="JSON", help="For the template.")
 @click.option("--ignore-chat-template", is_flag=True, help="Send the raw prompt.")
@@ -97,19 +97,16 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
     "--show-thinking/--hide-thinking",
     type=Switch(),
     default=True,
-    show_default=True,
-    help="What a model thinks before it answers; dimmed on a terminal.",
+    help="Thinking is shown, dimmed, unless hidden.",
 )
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help="Tokens of prompt and answer that memory is planned for; a chat ends there.  [default: "
-    "4096 in a chat, else what the prompt and answer take]",
+    help="Plan memory for so many tokens; a chat ends there.  [default: 4096 in a chat, else as "
+    "needed]",
 )
 @click.option(
-    "--adapter-path",
-    type=FilePath(),
-    help="A LoRA adapter by mlx-lm, of shared weights.",
+    "--adapter-path", type=FilePath(), help="A LoRA adapter by mlx-lm, of shared weights."
 )
 @click.option(
     "--trace",
@@ -132,7 +129,7 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
 @click.option(
     "--lossy-top-k",
     type=click.IntRange(1),
-    help="Fewer experts a token than the model was trained with: other answers, fewer reads.",
+    help="Fewer experts a token than trained with: other answers, fewer reads.",
 )
 @memory_option
 @expert_cache_option
@@ -168,8 +165,8 @@ def command(
 ) -> None:
     """Answer a prompt from a pack.
 
-    The answer goes to stdout, statistics to stderr. Without --prompt, on a terminal, it is a chat
-    (/help lists its commands); otherwise stdin is the prompt.
+    Without --prompt it is a chat on a terminal (/help lists its commands), else stdin is the
+    prompt. Statistics go to stderr.
     """
     if prompt_cache_file is not None and prompt_cache_file.suffix != ".safetensors":
         # mlx-lm adds the ending to any other name, and would write over a file nobody looked at.

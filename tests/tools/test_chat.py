@@ -121,7 +121,7 @@ def test_a_conversation_on_a_terminal(
     chat.type("/nothing\r")
     chat.wait_for("there is no /nothing")
     chat.type("/set temp hot\r")
-    chat.wait_for("/set temp: 'hot' is not a valid float")
+    chat.wait_for("/set temp: 'hot' is not a valid number")
     chat.type("/set max_tokens -1\r")
     chat.wait_for("max_tokens is -1")
     chat.type(f"{LONG}\r")
@@ -155,6 +155,19 @@ def test_ctrl_c_in_the_instant_of_the_first_prompt_is_not_lost(
     chat.wait_for("Ctrl-D or /exit leaves")
     chat.type("half" + CTRL_C)
     chat.wait_for(PROMPT)
+    chat.type("/exit\r")
+    assert chat.process.wait(WAIT_S) == 0
+
+
+def test_ctrl_c_in_the_instant_after_enter_takes_the_message_back(
+    terminal: Callable[..., Terminal],
+) -> None:
+    chat = terminal("-m", "-1")
+    chat.wait_for(PROMPT)
+    for _ in range(3):
+        chat.type(f"{HELLO}\r{CTRL_C}")
+        assert "tokens/s" not in chat.wait_for("Stopped before an answer began")
+        chat.wait_for(PROMPT)
     chat.type("/exit\r")
     assert chat.process.wait(WAIT_S) == 0
 
@@ -328,11 +341,22 @@ def test_bad_lines_are_one_line_each_and_the_chat_goes_on(
     bad = {
         "/foo bar": "there is no /foo",
         "/clear all": "nothing follows /clear",
+        "/exit now": "nothing follows /exit",
         "/save": "/save needs the name of a file",
         f"/save {tmp_path / 'notes'}": "not replaced",
+        f"/save {'x' * 300}": "File name too long",
+        f"/save {tmp_path / ('x' * 250)}": "not saved (File name too long)",
+        f"/save {'x/' * 3000}x": "File name too long",
+        "/save /proc/c.json": "/proc/c.json: cannot be saved there",
+        "/save a\0b": "null byte",
+        f"/load {'x' * 300}": "File name too long",
+        "/load a\0b": "null byte",
         f"/load {tmp_path / 'none'}": "No such file",
         "/load ~nobody-of-that-name/x": "nobody-of-that-name",
         "/set top_p 3": "/set top_p: 3.0 is not in the range",
+        "/set top_p hot": "/set top_p: 'hot' is not a valid number.",
+        "/set seed 1.5": "/set seed: '1.5' is not a valid whole number.",
+        "/set show_thinking perhaps": "/set show_thinking: 'perhaps' is neither on nor off",
         "/set seed -1": "/set seed: -1 is not in the range",
         "/set max_tokens 0": "/set max_tokens: a positive number, or -1",
         "/set colour red": "there is no colour",

@@ -14,6 +14,7 @@ from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from moepack.tools.chat_input import TAKEN_BACK
 from moepack.tools.chat_terminal import (
     HOW_TO_LEAVE,
     ChatCompleter,
@@ -73,6 +74,15 @@ def test_ctrl_c_drops_the_line_and_a_second_says_how_to_leave(
     keyboard.type(f"half a li{CTRL_C}{CTRL_C}whole\r")
     assert read() == "whole"
     assert capsys.readouterr().err == f"{HOW_TO_LEAVE}\n"
+
+
+def test_ctrl_c_right_after_enter_takes_back_what_was_sent_and_what_follows_stays(
+    keyboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyboard.type(f"sent\rhalf{CTRL_C}next\rmore\r")
+    read = keyboard.reader()
+    assert [read(), read()] == ["next", "more"]
+    assert capsys.readouterr().err == f"{TAKEN_BACK}\n"
 
 
 def test_the_next_chat_remembers_what_was_typed_for_this_user_alone(keyboard: Any) -> None:

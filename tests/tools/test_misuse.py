@@ -225,7 +225,7 @@ def test_a_config_of_a_billion_layers_is_refused_at_once(
     pack = changed_pack(q4_pack, tmp_path, lambda p: forge_file(p, "config.json", edit(p)))
     for arguments in (("convert", source, tmp_path / "p"), ("run", pack, "-p", PROMPT)):
         line = fails(1, *arguments, capsys=capsys)
-        assert "num_hidden_layers is 1,000,000,000, more than 10,000" in line
+        assert "num_hidden_layers is 1,000,000,000, more than 1,000" in line
 
 
 def test_a_pack_without_manifest_is_not_called_a_checkpoint(
@@ -277,6 +277,11 @@ def test_nothing_is_written_inside_a_pack(
     for arguments in (("convert", q4_source), ("unpack", q4_pack)):
         line = fails(1, *arguments, pack / "experts" / "more", capsys=capsys)
         assert f"would be inside the pack {pack}" in line
+    for name in ("config.svg", "experts/bytes.svg"):
+        line = fails(1, "inspect", pack, "--plot", pack / name, capsys=capsys)
+        assert line.endswith(f"{name}: would be inside the pack {pack}")
+    line = fails(1, "run", pack, "-p", PROMPT, "--trace", pack / "t.npz", capsys=capsys)
+    assert f"t.npz: would be inside the pack {pack}" in line
 
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(
@@ -459,7 +464,24 @@ def test_bench_refuses_another_source(
 
 def test_closed_stdout_is_a_failure(q4_pack: Path) -> None:
     command = f"exec {sys.executable} -m moepack.tools run {q4_pack} -p {PROMPT} -m 2 >&-"
-    assert subprocess.run(["bash", "-c", command], stderr=subprocess.DEVNULL).returncode == 1
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "moepack: error: stdout is closed: no answer could be given\n"
+    assert subprocess.run(["bash", "-c", f"{command} 2>&-"], check=False).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--temp", "abc", "'abc' is not a valid number."),
+        ("--top-k", "1.5", "'1.5' is not a valid whole number."),
+    ],
+)
+def test_what_is_no_number_is_said_in_plain_words(
+    option: str, value: str, wanted: str, q4_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fails(2, "run", q4_pack, "-p", PROMPT, option, value, capsys=capsys)
+    assert line.endswith(f"Invalid value for '{option}': {wanted}")
 
 
 def test_nested_json_beyond_reason_is_a_usage_error(

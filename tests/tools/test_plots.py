@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 
+from moepack.formats.errors import SourceError
 from moepack.formats.geometry import ALIGNMENT
 from moepack.formats.pack import Pack
 from moepack.runtime.trace import load_trace
@@ -34,13 +35,13 @@ def texts(svg: Path) -> str:
 
 
 @pytest.mark.parametrize("option", ["--plot", "--heatmap"])
-@pytest.mark.parametrize("name", ["p.svg", "p.png"])
+@pytest.mark.parametrize("name", ["p.svg", "p.png", "P.SVG", "P.Png"])
 def test_replay_draws_in_the_format_of_the_name(
     option: str, name: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(trace), option, str(tmp_path / name)]) == 0
     data = (tmp_path / name).read_bytes()
-    assert (b"<svg" in data) if name == "p.svg" else data.startswith(b"\x89PNG")
+    assert (b"<svg" in data) if name.lower() == "p.svg" else data.startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
@@ -121,6 +122,50 @@ def test_without_matplotlib_a_picture_is_refused_first(
         assert captured.out == ""
         (line,) = captured.err.splitlines()
         assert "--plot needs matplotlib: pip install 'moepack[plot]'" in line
+
+
+@pytest.mark.parametrize("command", ["bench --plot", "inspect --plot", "replay --heatmap"])
+def test_a_picture_that_could_not_be_saved_is_refused_before_any_work(
+    command: str,
+    q4_pack: Path,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr("moepack.runtime.trace.load_trace", work)
+    monkeypatch.setattr("moepack.tools.packs.open_pack", work)
+    name, option = command.split()
+    of = trace if name == "replay" else q4_pack
+    assert main([name, str(of), option, "/proc/b.svg"]) == 1  # even root makes no file there
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/proc/b.svg: cannot be saved there" in line
+
+
+def test_a_picture_that_fails_at_the_end_is_named_as_the_user_named_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "a hidden name")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(SourceError) as raised:
+        draw_uses(tmp_path / "h.svg", [[1, 2]], "")
+    assert str(raised.value) == f"{tmp_path / 'h.svg'}: not saved (No space left on device)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_pictures_in_one_file_are_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    names = [str(tmp_path / "p.svg"), str(tmp_path / "folder" / ".." / "p.svg")]
+    assert main(["replay", str(trace), "--plot", names[0], "--heatmap", names[1]]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--plot and --heatmap name the same file" in captured.err
 
 
 def test_the_same_numbers_are_the_same_bytes(

@@ -198,6 +198,11 @@ def test_a_file_of_another_kind_is_refused_in_one_line(
     assert "not a routing trace" in line
 
 
+def test_what_is_no_regular_file_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "/dev/null"]) == 1
+    assert capsys.readouterr().err == "moepack: error: /dev/null: not a regular file\n"
+
+
 def test_the_names_of_policies_are_those_of_the_runtime() -> None:
     assert list(POLICIES) == list(POLICY_NAMES)
 

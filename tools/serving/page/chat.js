@@ -41,6 +41,9 @@ export class Chat {
       this.form.requestSubmit();
     });
     this.stop.addEventListener("click", () => this.abort?.abort());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.isComposing) this.abort?.abort();
+    });
     document.getElementById("clear").addEventListener("click", () => this.clear());
   }
 
@@ -56,37 +59,51 @@ export class Chat {
     if (!content || this.abort) return;
     document.getElementById("empty")?.remove();
     this.input.value = "";
-    turn(this.log, "user").text.textContent = content;
-    const messages = [...this.messages, { role: "user", content }];
+    const question = turn(this.log, "user");
+    question.text.textContent = content;
+    const before = this.messages;
+    const messages = [...before, { role: "user", content }];
     this.messages = messages;
     const answer = turn(this.log, "assistant");
+    answer.said = answer.text.appendChild(document.createTextNode(""));
     answer.text.classList.add("waits");
     this.scroll(true);
     this.setBusy(new AbortController());
+    let isKept = true;
     try {
-      const said = await this.stream(messages, answer);
-      if (this.messages === messages) {
-        this.messages = [...messages, { role: "assistant", content: said }];
-      }
+      await this.stream(messages, answer);
     } catch (error) {
-      if (error.name === "AbortError") line(answer.root, "about", "stopped");
+      const isStopped = error.name === "AbortError";
+      // As far as a stopped answer came it is one; a failed one is none.
+      isKept = isStopped && answer.said.data !== "";
+      if (isStopped) line(answer.root, "about", "stopped");
       else line(answer.root, "error", error.message);
-      if (this.messages === messages) this.messages = messages.slice(0, -1);
     } finally {
       answer.text.classList.remove("waits");
+      if (!isKept) {
+        question.root.classList.add("dropped");
+        answer.root.classList.add("dropped");
+        line(answer.root, "about", "Not part of the conversation.");
+      }
+      if (this.messages === messages) {
+        this.messages = isKept ? [...messages, { role: "assistant", content: answer.said.data }] : before;
+      }
       this.setBusy(null);
       this.scroll(false);
     }
   }
 
+  // The button that was pressed is hidden: the keyboard goes on in the message.
   setBusy(abort) {
+    const isPressed = [this.send, this.stop].includes(document.activeElement);
     this.abort = abort;
     this.send.hidden = abort !== null;
     this.stop.hidden = abort === null;
     this.log.setAttribute("aria-busy", String(abort !== null));
+    if (isPressed) this.input.focus();
   }
 
-  // Asks, shows what comes, returns what was said.
+  // Asks, and shows what comes.
   async stream(messages, answer) {
     const { key, model } = this.access();
     const started = performance.now();
@@ -104,7 +121,7 @@ export class Chat {
       const prompt = messages.at(-1).content;
       response = await this.post("v1/completions", key, { model, prompt, max_tokens: 256 });
     }
-    const text = answer.text.appendChild(document.createTextNode(""));
+    const text = answer.said;
     let thought = null;
     let usage = null;
     let reason = null;
@@ -130,7 +147,6 @@ export class Chat {
       this.scroll(false);
     }
     this.tellUsage(answer, usage, reason, started, firstAt);
-    return text.data;
   }
 
   post(path, key, body) {

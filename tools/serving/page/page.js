@@ -3,7 +3,7 @@
 import { Chat } from "./chat.js";
 import { Chart, MemoryBar, formatBytes } from "./charts.js";
 import { HeatMap } from "./heat.js";
-import { eventsOf, request } from "./stream.js";
+import { RequestError, eventsOf, request } from "./stream.js";
 
 const AGAIN_MS = 2000; // after the connection was lost
 const byId = (id) => document.getElementById(id);
@@ -58,35 +58,38 @@ function showTick(tick) {
   byId("send").disabled = Boolean(tick.loading && only);
 }
 
+// The models too, each time: it may be another server that answers now.
 async function follow() {
   for (;;) {
+    let reason = "connection lost";
     try {
+      await showModels();
       const response = await request("events", key);
       recent = [];
+      firstBytes = null;
       for await (const [name, data] of eventsOf(response)) {
         if (name === "model") showModel(JSON.parse(data));
         else showTick(JSON.parse(data));
       }
     } catch (error) {
       if (error.status === 401) return askForKey(error.message);
+      if (error instanceof RequestError) reason = error.message;
     }
-    setState("lost", "connection lost");
+    setState("lost", reason);
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
 }
 
-async function begin() {
-  try {
-    const { data } = await (await request("v1/models", key)).json();
-    only = data.length === 1 ? data[0].id : null;
-    byId("model-name").textContent = only ?? "";
-    byId("model-choice").hidden = only !== null;
-    byId("model").replaceChildren(...data.map((model) => new Option(model.id)));
-  } catch (error) {
-    if (error.status === 401) return askForKey(error.message);
-    setState("lost", error.message);
-    return;
-  }
+async function showModels() {
+  const { data } = await (await request("v1/models", key)).json();
+  const chosen = byId("model").value;
+  only = data.length === 1 ? data[0].id : null;
+  byId("model-name").textContent = only ?? "";
+  byId("model-choice").hidden = only !== null;
+  byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+}
+
+function begin() {
   byId("key-form").hidden = true;
   byId("message").focus({ preventScroll: true });
   follow();
