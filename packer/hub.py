@@ -17,6 +17,7 @@ from moepack.packer.source import (
     COPIED_PATTERNS,
     MAX_HEADER_NBYTES,
     SourceFolder,
+    most_header_nbytes,
     open_folder,
     snapshot,
     write_stub,
@@ -64,7 +65,12 @@ def _fetch_header(remote: HfFileSystem, path: str, nbytes: int) -> bytes:
     with remote.open(path, "rb", block_size=2**18) as file:
         prefix = file.read(8)
         size = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or size > min(MAX_HEADER_NBYTES, nbytes - 8):
+        n_data = nbytes - 8 - size
+        if (
+            len(prefix) < 8
+            or n_data < 0
+            or size > min(MAX_HEADER_NBYTES, most_header_nbytes(n_data))
+        ):
             raise SourceError(f"{path}: not a safetensors file")
         return bytes(prefix + file.read(size))
 

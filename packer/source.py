@@ -36,6 +36,7 @@ __all__ = [
     "cached_folder",
     "find_folder",
     "is_repository",
+    "most_header_nbytes",
     "open_folder",
     "open_source",
     "read_json",
@@ -342,6 +343,11 @@ def _read_header(path: Path, *, listed: bool) -> tuple[bytes, dict[str, TensorRa
     return prefix + text, tensors
 
 
+def most_header_nbytes(n_data: int) -> int:
+    """The most bytes that the header of a shard with `n_data` bytes of data may have."""
+    return FREE_HEADER_NBYTES + max(0, n_data) // LEAST_DATA_SHARE
+
+
 def _check_header_size(path: Path) -> None:
     """Raises SourceError for a header out of all proportion, before it is read."""
     try:
@@ -354,7 +360,7 @@ def _check_header_size(path: Path) -> None:
         return  # what that is, the library says
     (nbytes,) = struct.unpack("<Q", prefix)
     n_data -= nbytes
-    if nbytes > FREE_HEADER_NBYTES + max(0, n_data) // LEAST_DATA_SHARE:
+    if nbytes > most_header_nbytes(n_data):
         raise SourceError(
             f"{path}: damaged or hostile safetensors file (a header of {nbytes:,} bytes before "
             f"{max(0, n_data):,} bytes of data)"

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields
 
-__all__ = ["Counters", "LayerCounters", "add"]
+__all__ = ["Counters", "LayerCounters", "add", "since"]
 
 
 @dataclass(slots=True)
@@ -44,3 +44,8 @@ class LayerCounters:
 def add(counters: list[Counters]) -> Counters:
     """The sum."""
     return Counters(*(sum(getattr(c, f.name) for c in counters) for f in fields(Counters)))
+
+
+def since(now: Counters, before: Counters) -> Counters:
+    """What was counted between two moments."""
+    return Counters(*(getattr(now, f.name) - getattr(before, f.name) for f in fields(Counters)))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.formats.errors import SourceError
 from moepack.formats.sizes import format_size
-from moepack.runtime.counters import Counters
+from moepack.runtime.counters import Counters, since
 from moepack.runtime.loading import Engine
 from moepack.tools.prefill import watch_prefill
 from moepack.tools.reporting import peak_memory
@@ -194,12 +194,12 @@ def statistics(
     engine: Engine,
     result: Answer,
     load_s: float,
-    since: tuple[Counters, Counters] | None = None,
+    before: tuple[Counters, Counters] | None = None,
 ) -> dict[str, Any]:
-    """The object that `run --json` prints; experts as counted `since` the counters were these."""
+    """The object that `run --json` prints; experts as counted since the counters were `before`."""
     prefill, decode = engine.counters()
-    if since is not None:
-        prefill, decode = _difference(prefill, since[0]), _difference(decode, since[1])
+    if before is not None:
+        prefill, decode = since(prefill, before[0]), since(decode, before[1])
     both = [prefill, decode]
     hits, misses = sum(c.hits for c in both), sum(c.misses for c in both)
     return {
@@ -229,11 +229,6 @@ def statistics(
             "decode": decode.as_map(),
         },
     }
-
-
-def _difference(now: Counters, before: Counters) -> Counters:
-    names = [field.name for field in fields(Counters)]
-    return Counters(*(getattr(now, name) - getattr(before, name) for name in names))
 
 
 def statistics_line(figures: dict[str, Any]) -> str:

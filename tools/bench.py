@@ -244,6 +244,7 @@ class Decoding:
             done(f"decoding: round {round_} of {rounds}")
 
     def _take_turn(self, arm: "Arm", forced: list[int], *, is_counted: bool) -> None:
+        from moepack.runtime.counters import since
         from moepack.tools import bench_arms
         from moepack.tools.bench_reads import read_rates
 
@@ -255,7 +256,7 @@ class Decoding:
         elapsed = bench_arms.decode_seconds(arm.model, forced, drop)
         if not is_counted:
             return
-        counted = bench_arms.since(arm.decode_counters(), before)
+        counted = since(arm.decode_counters(), before)
         self._seconds[arm.name].append(elapsed)
         self._counted[arm.name].append(counted)
         if share is not None:

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ __all__ = [
     "prefill_seconds",
     "prompt_nbytes",
     "read_seconds",
-    "since",
     "vocabulary",
     "warm_pages",
 ]
@@ -220,11 +219,6 @@ def _forcing(tokens: list[int]) -> Callable[[mx.array], mx.array]:
         return token
 
     return sampler
-
-
-def since(now: Counters, before: Counters) -> Counters:
-    """What was counted between two moments."""
-    return Counters(*(getattr(now, f.name) - getattr(before, f.name) for f in fields(Counters)))
 
 
 def vocabulary(arms: Sequence[Arm]) -> int:

@@ -222,7 +222,7 @@ class Chat:
     def _report(self, result: Answer, before: tuple[Counters, Counters]) -> None:
         self._n_answers += 1
         self._n_tokens += result.n_tokens
-        figures = answering.statistics(self._engine, result, 0.0, since=before)
+        figures = answering.statistics(self._engine, result, 0.0, before)
         note(answering.statistics_line(figures))
         if result.finish_reason == "length":
             note(f"The answer was cut at {result.n_tokens} tokens: see /set max_tokens.")

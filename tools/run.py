@@ -311,23 +311,21 @@ def _view(
 @contextmanager
 def _warmed(engine: "Engine", is_on: bool) -> Iterator[None]:
     """Begin with the experts that the last run of this pack used most, and note this run's."""
-    from moepack.runtime.warm import profile_path, save_profile, warm_up
+    from moepack.runtime.warm import warm_up
+    from moepack.tools.warming import keep, profile_of
 
-    path = profile_path(engine) if is_on and engine.layers else None
-    if path is None:
+    profile = profile_of(engine, is_on)
+    if profile is None:
         yield
         return
     with waiting("reading the experts used most"):
-        problems = warm_up(engine, path)
+        problems = warm_up(engine, profile)
     for problem in problems:
         note(f"warning: {problem}")
     try:
         yield
     finally:
-        try:
-            save_profile(engine, path)
-        except OSError as error:
-            note(f"warning: {path} was not saved ({error.strerror})")
+        keep(engine, profile)
 
 
 def _answer_once(

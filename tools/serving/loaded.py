@@ -12,11 +12,12 @@ import numpy as np
 
 from moepack.runtime.loading import Engine, load_engine
 from moepack.runtime.spreading import Spreader
-from moepack.runtime.warm import profile_path, save_profile, warm_up
+from moepack.runtime.warm import warm_up
 from moepack.tools.reporting import WIDENED, note
 from moepack.tools.serving.catalog import Catalog
 from moepack.tools.serving.generation import Generation
 from moepack.tools.serving.usage import Usage, Watch
+from moepack.tools.warming import keep, profile_of
 
 __all__ = ["Counts", "Loaded", "loader"]
 
@@ -105,12 +106,8 @@ class Loaded:
 
     def _save(self) -> None:
         self._saved = time.monotonic()
-        if self._profile is None:
-            return
-        try:
-            save_profile(self.engine, self._profile)
-        except OSError as error:
-            note(f"warning: {self._profile} was not saved ({error.strerror})")
+        if self._profile is not None:
+            keep(self.engine, self._profile)
 
 
 def prefill_step(engine: Engine, n_cores: int) -> int:
@@ -150,7 +147,7 @@ def loader(
             context=catalog.context,
             spreader=spreader,
         )
-        profile = profile_path(engine) if warm_start and engine.layers else None
+        profile = profile_of(engine, warm_start)
         if profile is not None:
             for problem in warm_up(engine, profile):
                 note(f"warning: {problem}")
