@@ -173,8 +173,10 @@ def _check_text(where: str, text: str) -> None:
 def validate_config(where: str, config: Mapping[str, Any]) -> None:
     """Refuse a model's config that states more layers than any loader should begin to build.
 
-    Raises FormatError.
+    And one whose `text_config`, where loaders look for them, is none. Raises FormatError.
     """
+    if not isinstance(config.get("text_config"), dict | None):
+        raise FormatError(f"{where}: text_config is not a JSON object")
     for key, value in config.items():
         if isinstance(value, dict):
             validate_config(f"{where} {key}", value)

@@ -82,8 +82,6 @@ class ConvertPlan:
 
 def plan_convert(source: SourceFolder, options: ConvertOptions) -> ConvertPlan:
     """Understand the source and lay the pack out. Writes nothing. Raises SourceError."""
-    if not isinstance(source.config.get("text_config"), dict | None):
-        raise SourceError(f"{source.path / 'config.json'}: text_config is not a JSON object")
     checkpoint = understand(source, options)
     warnings = [
         f"{stray.name} is not listed in the index and is left out" for stray in source.stray
