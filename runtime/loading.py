@@ -5,6 +5,7 @@ quantization; nothing of it is evaluated before its expert modules have been rep
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from moepack.runtime.banks import MLX_DTYPES, Banks
 from moepack.runtime.counters import Counters, add
 from moepack.runtime.disk import known_disk
 from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
-from moepack.runtime.machine import available_memory, resident_memory
+from moepack.runtime.machine import available_memory, resident_memory, wire_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
 from moepack.runtime.reading import (
@@ -43,6 +44,7 @@ from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
 from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.tokenizer import load_tokenizer
+from moepack.runtime.waves import n_passing
 
 __all__ = [
     "DEFAULT_CONTEXT",
@@ -76,7 +78,8 @@ class Engine:
     `layers` is empty when every expert is resident. `is_widened`: half-precision experts are
     computed in float32, since this backend cannot do otherwise. `vocabulary` is how many logits a
     position has, `lossy_top_k` how many experts a router picks if fewer than it was trained with,
-    `read_workers` how many threads read experts.
+    `pins` how many experts of a streamed layer a warm start keeps for good, `read_workers` how many
+    threads read experts, `wired` how many bytes Metal was asked to keep in RAM.
     """
 
     pack: Pack
@@ -88,7 +91,9 @@ class Engine:
     is_widened: bool
     vocabulary: int
     lossy_top_k: int | None
+    pins: int
     read_workers: int
+    wired: int
 
     @property
     def reads_past_page_cache(self) -> bool:
@@ -172,13 +177,17 @@ def load_engine(
     kv_bits: int | None = None,
     check: str = "first",
     lossy_top_k: int | None = None,
+    pins: int = 0,
+    wire: bool = False,
 ) -> Engine:
     """Load a pack and keep what the command reports. Options and errors as `load`.
 
     Memory is planned for `context` tokens of prompt and answer, and for `prefill_step`,
     `max_kv_size` and `kv_bits` as mlx-lm's generation has them. Without
     `prefill_step` the plan chooses one, which generation is to be given. `lossy_top_k` makes the
-    routers pick fewer experts and weigh them as they weigh any: other tokens, fewer reads.
+    routers pick fewer experts and weigh them as they weigh any: other tokens, fewer reads. `pins`
+    is how many experts of a layer a warm start is to keep for good, and `wire` has Metal keep the
+    weights in RAM between answers too.
 
     `keep_streaming` leaves layers streamed even when all their experts fit, and `spread=False`
     keeps to one CPU stream: for measuring. `spreader` lends the streams of an earlier load, which
@@ -223,6 +232,8 @@ def load_engine(
         expert_cache=cache,
         prefill_step=prefill_step,
     )
+    _check_pins(manifest, plan, needs.top_k, pins)
+    wired = wire_memory(plan.shared + plan.slots) if wire else 0
     mx.set_cache_limit(plan.mlx_cache)
     free = available_memory() - (plan.total - resident_memory())
     direct = bypasses_page_cache(manifest.expert_nbytes, free)
@@ -268,8 +279,24 @@ def load_engine(
         is_widened=is_widened,
         vocabulary=shape.vocabulary,
         lossy_top_k=lossy_top_k,
+        pins=pins,
         read_workers=n_workers,
+        wired=wired,
     )
+
+
+def _check_pins(manifest: Manifest, plan: MemoryPlan, top_k: Sequence[int], pins: int) -> None:
+    """Raises SourceError where a token, or a wave, could not pass beside so many pinned experts."""
+    streamed = [
+        n_slots - max(k, n_passing(n_slots))
+        for module, n_slots, k in zip(manifest.modules, plan.slots_per_layer, top_k, strict=True)
+        if n_slots < module.n_experts
+    ]
+    if streamed and pins > min(streamed):
+        raise SourceError(
+            f"--pin {pins}: with {min(plan.slots_per_layer)} experts of a layer in memory, at most "
+            f"{min(streamed)} can be pinned"
+        )
 
 
 def _read_workers(pack: Pack, direct: bool) -> int:

@@ -7,7 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-__all__ = ["available_memory", "cgroup_limit", "release_memory", "resident_memory"]
+from moepack.formats.errors import SourceError
+
+__all__ = [
+    "available_memory",
+    "cgroup_limit",
+    "release_memory",
+    "resident_memory",
+    "wire_memory",
+]
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -54,6 +62,21 @@ def cgroup_limit(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> int | Non
 def resident_memory() -> int:
     """Bytes of RAM this process has now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def wire_memory(nbytes: int) -> int:
+    """Have Metal keep up to `nbytes` of MLX's memory in RAM from now on; returns what it will keep.
+
+    HEADROOM of the recommended working set at most, so that others find some. mlx-lm raises the
+    limit while it generates and then restores this one. Written from the documentation of macOS
+    15's wired limit; not run by its authors. Raises SourceError on other systems.
+    """
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    if not isinstance(working_set, int) or working_set <= 0:
+        raise SourceError("--wire: only Metal wires memory, and this machine has none")
+    limit = min(nbytes, int(working_set * HEADROOM))
+    mx.set_wired_limit(limit)
+    return limit
 
 
 def release_memory() -> None:

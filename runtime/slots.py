@@ -1,5 +1,6 @@
 """Which expert is in which slot of one layer. Pure bookkeeping: no bytes, no MLX, one thread."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from moepack.runtime.policy import DecayedFrequency, Policy
@@ -12,7 +13,8 @@ class SlotCache:
 
     A slot is free, reserved (its bytes are being read) or holds an expert. `reserve` evicts,
     `fill` makes the expert findable once its bytes are there: a failed read leaves a free slot.
-    `policy` chooses victims and scores experts, by decayed frequency unless another is given.
+    `policy` chooses victims and scores experts, by decayed frequency unless another is given;
+    what is `pinned` is no victim.
     """
 
     def __init__(self, n_experts: int, n_slots: int, policy: Policy | None = None) -> None:
@@ -21,8 +23,23 @@ class SlotCache:
         self.policy = DecayedFrequency(n_experts) if policy is None else policy
         self.slot_of: dict[int, int] = {}  # in order of last use, oldest first
         self.n_evictions = 0
+        self.pinned: frozenset[int] = frozenset()
         self._free = list(range(n_slots - 1, -1, -1))
         self._reserved: dict[int, int] = {}
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """The policy's, pinned experts above all."""
+        scores = self.policy.scores
+        if not self.pinned:
+            return scores
+        return [math.inf if e in self.pinned else score for e, score in enumerate(scores)]
+
+    def hold(self, experts: Sequence[int]) -> bool:
+        """Whether `experts`, distinct, can be resident together."""
+        if not self.pinned:
+            return len(experts) <= self.n_slots
+        return len(self.pinned.union(experts)) <= self.n_slots
 
     def use(self, experts: Iterable[int]) -> None:
         """Mark residents among `experts` as the most recently used."""
@@ -38,7 +55,7 @@ class SlotCache:
         """
         short = len(experts) - len(self._free)
         if short > 0:
-            candidates = [e for e in self.slot_of if e not in protected]
+            candidates = [e for e in self.slot_of if e not in protected and e not in self.pinned]
             if short > len(candidates):
                 raise ValueError(f"{len(experts)} slots wanted, {len(self._free)} can be had")
             for victim in self.policy.victims(candidates, short):

@@ -8,7 +8,7 @@ that reads its bank has been evaluated: `_unevaluated` holds the outputs that ma
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -81,7 +81,7 @@ class StreamedExperts(StandIn):
         slots.policy.use_many(dict(zip(needed, counts, strict=True)), n_tokens)
         if self.record is not None:
             self.record(needed, counts, n_tokens, is_decode)
-        if len(needed) > slots.n_slots:
+        if not slots.hold(needed):
             return self._run_waves(x, picked, needed, counters)
         misses = [e for e in needed if e not in slots.slot_of]
         counters.hits += len(needed) - len(misses)
@@ -188,6 +188,15 @@ class StreamedExperts(StandIn):
         """What decides which experts stay."""
         return self._slots.policy
 
+    @property
+    def pinned(self) -> frozenset[int]:
+        """The experts that are never evicted."""
+        return self._slots.pinned
+
+    def pin(self, experts: Iterable[int]) -> None:
+        """Never evict `experts` again: residents, no more than the engine's `pins`."""
+        self._slots.pinned = frozenset(experts)
+
     def preload(self, experts: Sequence[int]) -> None:
         """Read absent experts into slots, outside any call and count. Raises FormatError."""
         misses = [e for e in experts if e not in self._slots.slot_of]
@@ -237,9 +246,9 @@ class StreamedExperts(StandIn):
         needed: list[int],
         counters: Counters,
     ) -> mx.array:
-        """Run a call that needs more experts than slots; each expert is read at most once."""
+        """Run a call whose experts cannot be in slots together; each is read at most once."""
         slots = self._slots
-        waves = plan_waves(slots.slot_of, slots.n_slots, needed, slots.policy.scores)
+        waves = plan_waves(slots.slot_of, slots.n_slots, needed, slots.scores)
         runner = _WaveCall(self._run, x, picked, waves, slots.n_experts)
         self._wait_for_graphs()
         evictions = slots.n_evictions

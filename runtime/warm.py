@@ -46,7 +46,7 @@ def warm_up(engine: Engine, path: Path) -> list[str]:
     Without scores there, those that the pack ships are taken. None are read where neither are, or
     where they do not fit. Returns a line for each
     record that is damaged or cannot be read: its expert is left on disk, where a router that picks
-    it finds the same, and then that is an error.
+    it finds the same, and then that is an error. The engine's `pins` of them are pinned.
     """
     kept = _read_profile(path) or _read_profile(engine.pack.path / SHIPPED_NAME)
     problems: list[str] = []
@@ -58,6 +58,8 @@ def warm_up(engine: Engine, path: Path) -> list[str]:
         worth = [e for e in range(layer.n_experts) if scores[e] >= LEAST_SCORE]
         best = sorted(worth, key=scores.__getitem__, reverse=True)[: layer.n_slots]
         problems += _preload(layer, best[::-1])  # the best one last: the most recently used
+        residents = set(layer.residents)
+        layer.pin([e for e in best if e in residents][: engine.pins])
     return problems
 
 

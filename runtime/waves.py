@@ -1,9 +1,9 @@
-"""A call that needs more experts than there are slots: in which waves to run it. Pure planning."""
+"""A call whose experts cannot be in slots together: in which waves to run it. Pure planning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Wave", "plan_waves"]
+__all__ = ["Wave", "n_passing", "plan_waves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,11 @@ class Wave:
     experts: tuple[int, ...]
     slots: tuple[int, ...]
     is_read: bool
+
+
+def n_passing(n_slots: int) -> int:
+    """How many of a layer's slots waves read through: what is in the others survives a call."""
+    return max(min(2, n_slots), n_slots // 4)
 
 
 def plan_waves(
@@ -33,8 +38,7 @@ def plan_waves(
         waves.append(Wave(tuple(hits), tuple(slot_of[e] for e in hits), False))
 
     best = sorted({*needed, *slot_of}, key=scores.__getitem__, reverse=True)[:n_slots]
-    n_passing = max(min(2, n_slots), n_slots // 4)
-    staying = [e for e in best if e in slot_of][: n_slots - n_passing]
+    staying = [e for e in best if e in slot_of][: n_slots - n_passing(n_slots)]
     held = {slot_of[e] for e in staying}
     worth = {slot: scores[expert] for expert, slot in slot_of.items()}
     passing = sorted(

@@ -214,11 +214,13 @@ def statistics(
         "planned_memory_bytes": engine.plan.total,
         "mode": "streamed" if engine.layers else "resident",
         "lossy_top_k": engine.lossy_top_k,
+        "wired_bytes": engine.wired,
         "experts": {
             "reads": "past the page cache" if engine.reads_past_page_cache else "page cache",
             "read_workers": engine.read_workers,
             "slots_per_layer": max(engine.plan.slots_per_layer),
             "cache_bytes": engine.plan.slots,
+            "pinned": sum(len(layer.pinned) for layer in engine.layers),
             "hits": hits,
             "misses": misses,
             "hit_rate": hits / (hits + misses) if hits + misses else None,
@@ -244,8 +246,12 @@ def statistics_line(figures: dict[str, Any]) -> str:
             f"hit rate {100 * (experts['hit_rate'] or 0):.1f} %, "
             f"{format_size(experts['bytes_read'])} read ({experts['reads']})"
         )
+        if experts["pinned"]:
+            parts.append(f"{experts['pinned']} experts pinned")
     else:
         parts.append("all experts in memory")
+    if figures["wired_bytes"]:
+        parts.append(f"{format_size(figures['wired_bytes'])} wired")
     parts.append(
         f"peak memory {format_size(figures['peak_memory_bytes'])} "
         f"(planned {format_size(figures['planned_memory_bytes'])})"

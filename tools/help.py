@@ -73,6 +73,8 @@ OPTION_GROUPS = {
         "--warm-start",
         "--check",
         "--lossy-top-k",
+        "--pin",
+        "--wire",
     ),
     "Access": ("--host", "--port", "--api-key", "--insecure", "--max-queue", "--max-body"),
     "Output": ("--json", "--plot", "--heatmap", "--trace", "--debug", "--help"),

@@ -30,6 +30,7 @@ __all__ = [
     "expert_cache_option",
     "json_option",
     "memory_option",
+    "wire_option",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -204,6 +205,13 @@ def expert_cache_option(function: F) -> F:
         metavar="SIZE|auto|all|floor",
         help="For experts alone; floor: top-k a layer.  [default: what --memory leaves]",
     )(function)
+
+
+def wire_option(function: F) -> F:
+    """`--wire`."""
+    return click.option("--wire", is_flag=True, help="On a Mac: hold weights in RAM when idle.")(
+        function
+    )
 
 
 def json_option(function: F) -> F:

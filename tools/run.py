@@ -25,6 +25,7 @@ from moepack.tools.options import (
     expert_cache_option,
     json_option,
     memory_option,
+    wire_option,
 )
 from moepack.tools.reporting import WIDENED, note, waiting
 from moepack.tools.startup import interrupts_unwind
@@ -129,8 +130,15 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
 @click.option(
     "--lossy-top-k",
     type=click.IntRange(1),
-    help="Fewer experts a token than trained with: other answers, fewer reads.",
+    help="Fewer experts a token than trained.",
 )
+@click.option(
+    "--pin",
+    type=click.IntRange(0),
+    default=0,
+    help="Never evict a layer's best N.",
+)
+@wire_option
 @memory_option
 @expert_cache_option
 @json_option
@@ -159,6 +167,8 @@ def command(
     warm_start: bool,
     lossy_top_k: int | None,
     check: str,
+    pin: int,
+    wire: bool,
     memory: int | str,
     expert_cache: int | str,
     as_json: bool,
@@ -173,6 +183,8 @@ def command(
         raise click.BadParameter("a name ending in .safetensors", param_hint="--prompt-cache-file")
     if trace is not None and trace.suffix != ".npz":
         raise click.BadParameter("a name ending in .npz", param_hint="--trace")
+    if pin and (not warm_start or trace is not None):
+        raise click.UsageError("--pin needs the warm start, which --trace turns off too")
     is_chat = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if is_chat and as_json:
         raise click.UsageError("--json needs --prompt")
@@ -231,6 +243,8 @@ def command(
             keep_streaming=trace is not None,
             lossy_top_k=lossy_top_k,
             check=check,
+            pins=pin,
+            wire=wire,
         )
     load_s = time.perf_counter() - started
     if seed is not None:  # now, as loading uses random numbers too
@@ -322,6 +336,8 @@ def _warmed(engine: "Engine", is_on: bool) -> Iterator[None]:
         problems = warm_up(engine, profile)
     for problem in problems:
         note(f"warning: {problem}")
+    if engine.pins and not any(layer.pinned for layer in engine.layers):
+        note("nothing is pinned: no run of this pack was noted yet")
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from moepack.tools.options import (
     debug_option,
     expert_cache_option,
     memory_option,
+    wire_option,
 )
 from moepack.tools.reporting import note
 
@@ -72,6 +73,7 @@ STOP_S = 4.0  # for everything
     show_default=True,
     help="Begin with the experts that the last run used most.",
 )
+@wire_option
 @memory_option
 @expert_cache_option
 @debug_option
@@ -85,6 +87,7 @@ def command(
     max_queue: int,
     max_body: int,
     warm_start: bool,
+    wire: bool,
     memory: int | str,
     expert_cache: int | str,
 ) -> None:
@@ -115,6 +118,7 @@ def command(
             max_queue=max_queue,
             max_body=max_body,
             warm_start=warm_start,
+            wire=wire,
             memory=memory,
             expert_cache=expert_cache,
         )
@@ -159,6 +163,7 @@ def _serve(
     max_queue: int,
     max_body: int,
     warm_start: bool,
+    wire: bool,
     memory: int | str,
     expert_cache: int | str,
 ) -> None:
@@ -181,7 +186,14 @@ def _serve(
     def wake(*_: Any) -> None:
         os.write(tell, b"!")
 
-    load = loader(catalog, watch, memory=memory, expert_cache=expert_cache, warm_start=warm_start)
+    load = loader(
+        catalog,
+        watch,
+        memory=memory,
+        expert_cache=expert_cache,
+        warm_start=warm_start,
+        wire=wire,
+    )
     worker = Worker(load, catalog.only, max_queue, wake)
     app = make_app(Service(worker, catalog, BodyReader(max_body)), watch, key, hosts)
     server = uvicorn.Server(

@@ -3,17 +3,23 @@
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepack.runtime.machine
-from moepack.formats.errors import BudgetError
+from moepack.formats.errors import BudgetError, SourceError
 from moepack.formats.geometry import Part, align_up
 from moepack.formats.manifest import ExpertModule
 from moepack.formats.sizes import parse_size
-from moepack.runtime.machine import available_memory, cgroup_limit, resident_memory
+from moepack.runtime.machine import (
+    available_memory,
+    cgroup_limit,
+    resident_memory,
+    wire_memory,
+)
 from moepack.runtime.memory import (
     MLX_CACHE_NBYTES,
     RUN_NBYTES,
@@ -285,3 +291,23 @@ def test_available_memory_counts_what_this_process_has() -> None:
     """Less than the machine has in all."""
     assert 0 < available_memory() < psutil.virtual_memory().total
     assert 10**6 < resident_memory() < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("wanted", "wired"), [(500, 500), (5000, 900)])
+def test_wiring_leaves_a_tenth_of_metals_working_set(
+    wanted: int, wired: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX is told what is reported."""
+    told: list[int] = []
+    info = {"max_recommended_working_set_size": 1000}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_wired_limit", told.append)
+    assert wire_memory(wanted) == wired
+    assert told == [wired]
+
+
+def test_nothing_is_wired_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear line."""
+    monkeypatch.setattr(mx, "device_info", dict)
+    with pytest.raises(SourceError, match="--wire: only Metal wires memory"):
+        wire_memory(500)

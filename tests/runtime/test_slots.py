@@ -1,5 +1,6 @@
 """Slot bookkeeping against a plain model of it, integrity checked after each step."""
 
+import math
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ class SlotMachine(RuleBasedStateMachine):
     def start(self, n_slots: int) -> None:
         """An empty cache."""
         self.cache = SlotCache(N_EXPERTS, n_slots)
+        self.pinned: set[int] = set()
         self.slots: dict[int, int] = {}
         self.by_recency: list[int] = []
         self.reserved: dict[int, int] = {}
@@ -34,6 +36,21 @@ class SlotMachine(RuleBasedStateMachine):
                 self.by_recency.remove(expert)
                 self.by_recency.append(expert)
 
+    @rule(experts=st.sets(st.integers(0, N_EXPERTS - 1), max_size=3))
+    def pin(self, experts: set[int]) -> None:
+        """Pin experts instead of those before; to waves they are worth more than any other."""
+        self.pinned = experts
+        self.cache.pinned = frozenset(experts)
+        scores, plain = self.cache.scores, self.cache.policy.scores
+        assert [e for e in range(N_EXPERTS) if scores[e] == math.inf] == sorted(experts)
+        assert all(scores[e] == plain[e] for e in range(N_EXPERTS) if e not in experts)
+
+    @rule(experts=st.sets(st.integers(0, N_EXPERTS - 1)))
+    def hold(self, experts: set[int]) -> None:
+        """Pinned experts take slots from others."""
+        fits = len(experts | self.pinned) <= self.cache.n_slots
+        assert self.cache.hold(sorted(experts)) == fits
+
     @precondition(lambda self: not self.reserved)
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
@@ -46,7 +63,8 @@ class SlotMachine(RuleBasedStateMachine):
         n_free = self.cache.n_slots - len(self.slots)
         scores = self.cache.policy.scores
         candidates = sorted(
-            (e for e in self.by_recency if e not in protected), key=lambda e: scores[e]
+            (e for e in self.by_recency if e not in protected | self.pinned),
+            key=lambda e: scores[e],
         )
         n_victims = max(0, len(wanted) - n_free)
         if n_victims > len(candidates):

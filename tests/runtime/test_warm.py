@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import random_tokens, run_prompt, text_of
 
-from moepack.formats.errors import FormatError
+from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.pack import Pack
 from moepack.runtime.loading import Engine, load_engine
 from moepack.runtime.policy import DecayedFrequency
@@ -156,6 +156,56 @@ def test_run_warns_of_a_damaged_favourite_and_answers_without_it(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"moepack: error: layer 1 expert {used}: " in captured.err
+
+
+def test_pinned_experts_stay_whatever_is_asked_for(q4_pack: Path, tmp_path: Path) -> None:
+    """Decoding, a prompt in waves and a batch evict others; the tokens are the same."""
+    wanted = run_prompt(streamed(q4_pack).model, TOKENS, n_decoded=12)
+    favouring(q4_pack, tmp_path / "p.json", [7, 2])
+    nbytes = sum(6 * m.record_nbytes for m in Pack.open(q4_pack).manifest.modules)
+    engine = load_engine(q4_pack, expert_cache=nbytes, pins=2)
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert [layer.pinned for layer in engine.layers] == [{2, 7}, {2, 7}]
+    assert mx.array_equal(run_prompt(engine.model, TOKENS, n_decoded=12), wanted)
+    batch = mx.array([TOKENS[:3], TOKENS[3:6]])
+    assert mx.array_equal(engine.model(batch), streamed(q4_pack).model(batch))
+    steps = mx.array([[t] for t in TOKENS[:8]])
+    assert mx.array_equal(engine.model(steps), streamed(q4_pack).model(steps))
+    for layer in engine.layers:
+        assert layer.pinned <= set(layer.residents)
+        layer._slots.check_integrity()
+
+
+def test_no_more_are_pinned_than_lets_a_token_pass(q4_pack: Path) -> None:
+    """The model picks 4; of experts that are all in memory any number is pinned."""
+    nbytes = sum(6 * m.record_nbytes for m in Pack.open(q4_pack).manifest.modules)
+    expected = r"--pin 3: with 6 experts of a layer in memory, at most 2 can be pinned"
+    with pytest.raises(SourceError, match=expected):
+        load_engine(q4_pack, expert_cache=nbytes, pins=3)
+    assert load_engine(q4_pack, expert_cache="all", pins=99).layers == ()
+
+
+def test_run_pins_what_the_last_run_used_most(
+    q4_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run has nothing to pin, and says so; statistics have the number."""
+    nbytes = sum(6 * m.record_nbytes for m in Pack.open(q4_pack).manifest.modules)
+    arguments = ["run", str(q4_pack), "-p", text_of(TOKENS), "-m", "4", "--pin", "2"]
+    arguments += ["--expert-cache", f"{nbytes}B"]
+    path = profile_path(streamed(q4_pack))
+    assert path is not None
+    path.unlink(missing_ok=True)
+    assert main(arguments) == 0
+    first = capsys.readouterr()
+    assert "nothing is pinned: no run of this pack was noted yet" in first.err
+    assert main(arguments) == 0
+    second = capsys.readouterr()
+    assert "; 4 experts pinned; " in second.err
+    assert second.out == first.out
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experts"]["pinned"] == 4
+    assert main([*arguments, "--no-warm-start"]) == 2
+    assert "--pin needs the warm start" in capsys.readouterr().err
 
 
 def test_the_profile_lies_in_the_users_cache_by_pack_id(q4_pack: Path) -> None:

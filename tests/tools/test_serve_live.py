@@ -29,7 +29,9 @@ N_PICKED = 4 * 2  # experts a token, of all layers
 def load(pack: Path, watch: Watch, cache: str) -> Loaded:
     """The pack's model."""
     catalog = Catalog(open_packs([str(pack)]), 256)
-    return loader(catalog, watch, memory="auto", expert_cache=cache, warm_start=False)("q4")
+    return loader(catalog, watch, memory="auto", expert_cache=cache, warm_start=False, wire=False)(
+        "q4"
+    )
 
 
 def run(loaded: Loaded, n_prompt: int = 40, n_tokens: int = 10) -> None:

@@ -79,7 +79,9 @@ def test_the_request_chooses_and_every_model_answers_as_it_does_alone(
 def test_a_model_that_makes_room_is_gone_from_memory(folder: Path) -> None:
     models: list[weakref.ref[Any]] = []
     catalog = Catalog(open_packs([str(folder)]), 64)
-    load = loader(catalog, Watch(), memory="auto", expert_cache="floor", warm_start=False)
+    load = loader(
+        catalog, Watch(), memory="auto", expert_cache="floor", warm_start=False, wire=False
+    )
 
     def load_noted(name: str) -> Loaded:
         assert [model() for model in models] == [None] * len(models)  # before the next is there
@@ -173,7 +175,7 @@ def test_a_prompt_is_left_midway_and_gone_on_with_when_asked_again(
     q4_pack: Path, cache: str
 ) -> None:
     catalog = Catalog(open_packs([str(q4_pack)]), 1024)
-    load = loader(catalog, Watch(), memory="auto", expert_cache=cache, warm_start=False)
+    load = loader(catalog, Watch(), memory="auto", expert_cache=cache, warm_start=False, wire=False)
     tokens = tiny_models.random_tokens(600)
 
     def answer(loaded: Loaded, cancelled: CancelledAtCall) -> tuple[Finished | None, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from moepack.formats.sizes import format_size
 from moepack.runtime.loading import Engine, load_engine
 from moepack.runtime.spreading import Spreader
 from moepack.runtime.warm import warm_up
@@ -131,6 +132,7 @@ def loader(
     memory: int | str,
     expert_cache: int | str,
     warm_start: bool,
+    wire: bool,
 ) -> Callable[[str], Loaded]:
     """A function that loads the model of a name. It raises what loading a pack raises."""
     spreader = Spreader.for_machine()
@@ -146,6 +148,7 @@ def loader(
             expert_cache=expert_cache,
             context=catalog.context,
             spreader=spreader,
+            wire=wire,
         )
         profile = profile_of(engine, warm_start)
         if profile is not None:
@@ -153,7 +156,8 @@ def loader(
                 note(f"warning: {problem}")
         if engine.is_widened:
             note(WIDENED)
-        note(f"loaded {name} in {time.perf_counter() - started:.1f} s")
+        wired = f", {format_size(engine.wired)} wired" if engine.wired else ""
+        note(f"loaded {name} in {time.perf_counter() - started:.1f} s{wired}")
         return Loaded(name, next(numbers), engine, catalog, watch, spreader.n_streams, profile)
 
     return load
