@@ -5,8 +5,9 @@ quantization; nothing of it is evaluated before its expert modules have been rep
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class Engine:
     computed in float32, since this backend cannot do otherwise. `vocabulary` is how many logits a
     position has, `lossy_top_k` how many experts a router picks if fewer than it was trained with,
     `pins` how many experts of a streamed layer a warm start keeps for good, `read_workers` how many
-    threads read experts, `wired` how many bytes Metal was asked to keep in RAM.
+    threads read experts, `wired` how many bytes Metal was asked to keep in RAM. `forgettable` is
+    the last layer, if it is streamed and no cache depends on what it says of a prompt.
     """
 
     pack: Pack
@@ -94,6 +96,7 @@ class Engine:
     pins: int
     read_workers: int
     wired: int
+    forgettable: StreamedExperts | None
 
     @property
     def reads_past_page_cache(self) -> bool:
@@ -106,6 +109,22 @@ class Engine:
             add([layer.counters.prefill for layer in self.layers]),
             add([layer.counters.decode for layer in self.layers]),
         )
+
+    @contextmanager
+    def caches_only(self) -> Iterator[None]:
+        """Inside, calls of several tokens are there to fill caches, and their logits are NaN.
+
+        It is what mlx-lm's generation wants of a prompt but its last token. The last layer's
+        experts are not run for these, if no cache depends on them.
+        """
+        if self.forgettable is None:
+            yield
+            return
+        self.forgettable.skips_prompts = True
+        try:
+            yield
+        finally:
+            self.forgettable.skips_prompts = False
 
     def tokenizer(self) -> TokenizerWrapper:
         """The pack's tokenizer, as mlx_lm.load gives it. Raises SourceError when it has none."""
@@ -243,6 +262,7 @@ def load_engine(
     if spreader is None:
         spreader = Spreader.for_machine() if spread else Spreader(1)
     layers = []
+    last: StreamedExperts | None = None
     n_workers = _read_workers(opened, direct)
     pool = ThreadPoolExecutor(max_workers=n_workers, thread_name_prefix="moepack-read")
     for index, module in enumerate(manifest.modules):
@@ -261,12 +281,13 @@ def load_engine(
             if spreader.n_streams > 1:
                 whole = SpreadExperts(whole, spreader)
             _replace(model, module.path, whole)
+            last = None
         else:
-            streamed = StreamedExperts(
+            last = StreamedExperts(
                 stock[module.path], reader, banks, SlotCache(module.n_experts, n_slots), spreader
             )
-            _replace(model, module.path, streamed)
-            layers.append(streamed)
+            _replace(model, module.path, last)
+            layers.append(last)
     spread_linears(model, spreader)
     model.eval()
     return Engine(
@@ -282,6 +303,7 @@ def load_engine(
         pins=pins,
         read_workers=n_workers,
         wired=wired,
+        forgettable=last if last and not shape.last_is_remembered else None,
     )
 
 

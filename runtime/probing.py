@@ -5,6 +5,7 @@ kind of cache, and each expert module's top-k, for any family, without a table.
 """
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class ShapeProbe(StandIn):
         super().__init__(stock)
         self.top_k = 0
         self.pairs_nbytes = 0
+        self.anchor: mx.array | None = None  # what an answer is made of, instead of nothing
         self._input_dims = [
             int(m.input_dims)
             for m in stock.modules()
@@ -43,7 +45,10 @@ class ShapeProbe(StandIn):
         inner = sum(self._input_dims) - (len(self._input_dims) - 1) * dim  # what the last one reads
         width = dim + max(inner, 0)
         self.pairs_nbytes = self.top_k * PAIR_COPIES * width * x.dtype.size
-        return mx.zeros((*indices.shape, x.shape[-1]), dtype=x.dtype)
+        shape = (*indices.shape, dim)
+        if self.anchor is not None:
+            return mx.broadcast_to(self.anchor[:1].astype(x.dtype), shape)
+        return mx.zeros(shape, dtype=x.dtype)
 
 
 # mlx-lm's KVCache grows by this many tokens at a time.
@@ -59,6 +64,7 @@ SCORE_COPIES = 1.5
 FUSED_HEAD_DIMS = (64, 80, 128)
 # A single token takes the paths of decoding, unless it is all there is.
 MIN_TOKENS = 2
+ANCHOR_NBYTES = 2**17  # more than MLX's allocator rounds by
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ class ModelShape:
     """`top_k` by module; bytes of the caches for `context` tokens; logits a position.
 
     A chunk of a prompt holds `token_nbytes` a token while its experts run, and `score_nbytes` a
-    token and token of the past while it attends.
+    token and token of the past while it attends. `last_is_remembered`: some cache depends on what
+    the last expert module says of a prompt.
     """
 
     top_k: tuple[int, ...]
@@ -74,6 +81,7 @@ class ModelShape:
     vocabulary: int
     token_nbytes: int
     score_nbytes: int
+    last_is_remembered: bool
 
 
 def measure_shape(
@@ -109,7 +117,20 @@ def measure_shape(
         vocabulary=vocabulary,
         token_nbytes=max(probe.pairs_nbytes for probe in probes),
         score_nbytes=max(scores, default=0),
+        last_is_remembered=_is_remembered(model, probes[-1]),
     )
+
+
+def _is_remembered(model: nn.Module, probe: ShapeProbe) -> bool:
+    """Whether caches depend on what a module says: then their graphs keep that in memory."""
+    probe.anchor = mx.zeros(ANCHOR_NBYTES, dtype=mx.uint8)
+    mx.eval(probe.anchor)
+    cache: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, MIN_TOKENS), dtype=mx.int32), cache=cache)
+    gc.collect()
+    with_anchor = mx.get_active_memory()
+    probe.anchor = None
+    return with_anchor - mx.get_active_memory() < ANCHOR_NBYTES
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Invariants. Bookkeeping stays on the calling thread. A slot is overwritten only 
 that reads its bank has been evaluated: `_unevaluated` holds the outputs that may not have been.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -57,12 +58,15 @@ class StreamedExperts(StandIn):
         self.record: Record | None = None
         # Called between the waves of a call, which may take long; what it raises ends the call.
         self.checkpoint: Callable[[], object] | None = None
+        self.skips_prompts = False  # a call of several tokens answers NaN, and reads nothing
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """As the stock module: x `(..., dim)`, indices `(..., k)` -> `(..., k, out)`.
 
         Waits for `indices`. Raises FormatError when a record cannot be read.
         """
+        if self.skips_prompts and not _is_decode(indices.shape):
+            return mx.full((*indices.shape, x.shape[-1]), math.nan, dtype=x.dtype)
         started = time.perf_counter()
         picked = np.array(indices, copy=False)  # evaluates it: the one wait of a layer
         waited_s = time.perf_counter() - started
@@ -70,7 +74,7 @@ class StreamedExperts(StandIn):
             return self._decode(x, picked, started, waited_s)
 
         n_tokens = picked.size // picked.shape[-1]
-        is_decode = picked.ndim >= 3 and picked.shape[-2] == 1  # a token of each sequence
+        is_decode = _is_decode(picked.shape)
         counters = self.counters.decode if is_decode else self.counters.prefill
         counters.calls += 1
         counters.wait_s += waited_s
@@ -291,6 +295,11 @@ class StreamedExperts(StandIn):
         wait_for(futures)
         counters.read_s += time.perf_counter() - started
         self._slots.fill(wave.experts)
+
+
+def _is_decode(shape: Sequence[int]) -> bool:
+    """Whether a call with `(..., k)` indices is of one token, or of one of each sequence."""
+    return math.prod(shape[:-1]) == 1 or (len(shape) >= 3 and shape[-2] == 1)
 
 
 class _WaveCall:

@@ -116,6 +116,7 @@ def check_family(name: str, folder: Path, mode: str | None, n_above_floor: int =
     assert np.isfinite(wanted).all()
     assert logits_of(engine.model, tokens).tobytes() == wanted.tobytes()
     check_streaming(engine)
+    check_caches_only(engine, tokens, wanted)
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
@@ -153,6 +154,24 @@ def check_streaming(engine: Engine) -> None:
     prefill, decode = engine.counters()
     assert prefill.misses > sum(engine.plan.slots_per_layer)
     assert decode.hits + decode.misses > 0
+
+
+def check_caches_only(engine: Engine, tokens: list[int], wanted: "np.ndarray[Any, Any]") -> None:
+    """After a prompt that the last layer's experts did not see, decoding is the same."""
+    last = engine.forgettable
+    assert last is engine.layers[-1]
+    before = last.counters.prefill.calls
+    cache = make_prompt_cache(engine.model)
+    rows = []
+    with engine.caches_only():
+        engine.model(mx.array([tokens[:N_PREFILLED]]), cache=cache)
+        mx.eval([entry.state for entry in cache])
+        for token in tokens[N_PREFILLED:]:
+            rows.append(engine.model(mx.array([[token]]), cache=cache)[0])
+            mx.eval(rows[-1])
+    assert last.counters.prefill.calls == before
+    decoded = np.array(mx.concatenate(rows).astype(mx.float32))
+    assert decoded.tobytes() == wanted[N_PREFILLED:].tobytes()
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def answer(
         if is_stopped():
             raise PromptStopped(n_read)
 
-    with watch_prefill(engine, len(tokens) - n_cached, check) as watch:
+    with engine.caches_only(), watch_prefill(engine, len(tokens) - n_cached, check) as watch:
 
         def on_prompt(n_done: int, n_all: int) -> None:
             nonlocal n_read

@@ -370,7 +370,8 @@ def prefill_figures(
         first = round_ % max(len(chosen), 1)
         for arm in [*chosen[first:], *chosen[:first]]:
             before = prompt_nbytes(arm)
-            elapsed = prefill_seconds(arm.model, prompt, arm.prefill_step)
+            with arm.caches_only():
+                elapsed = prefill_seconds(arm.model, prompt, arm.prefill_step)
             seconds[arm.name].append(elapsed)
             after = prompt_nbytes(arm)
             nbytes[arm.name] = [

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ class Arm:
     def reads_past_page_cache(self) -> bool:
         """How experts are read, where any are."""
         return self.engine is not None and self.engine.reads_past_page_cache
+
+    def caches_only(self) -> AbstractContextManager[None]:
+        """As mlx-lm's own laziness has it: see Engine."""
+        return nullcontext() if self.engine is None else self.engine.caches_only()
 
     def decode_counters(self) -> Counters:
         """What was counted so far, over layers."""

@@ -15,7 +15,7 @@ from tiny_models import random_tokens
 
 from moepack.packer.checkpoint import find_expert_modules
 from moepack.runtime.loading import _replace, load_engine
-from moepack.runtime.probing import ShapeProbe, measure_shape
+from moepack.runtime.probing import ShapeProbe, _is_remembered, measure_shape
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"bits": 4},
@@ -72,6 +72,17 @@ def test_plan_counts_the_caches_of_the_context(
     model, _ = mlx_lm.utils.load_model(source)
     engine = load_engine(pack, context=context)
     assert engine.plan.kv == real_cache_nbytes(model, context)
+
+
+def test_only_what_the_last_module_says_is_in_no_cache(family: tuple[str, Path]) -> None:
+    """Of the modules before it, a later layer's cache keeps what they said."""
+    model, _ = mlx_lm.utils.load_model(family[1])
+    modules = find_expert_modules(model)
+    probes = [ShapeProbe(m) for _, m in modules]
+    for (path, _), probe in zip(modules, probes, strict=True):
+        _replace(model, path, probe)
+    remembered = [_is_remembered(model, probe) for probe in probes]
+    assert remembered == [True] * (len(probes) - 1) + [False]
 
 
 def test_measuring_evaluates_nothing(float_source: Path) -> None:

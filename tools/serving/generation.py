@@ -131,7 +131,7 @@ class Generation:
             **job.sampling.generate_options(engine.vocabulary, job.tokens[:n_cached]),
         )
         try:
-            with closing(responses):
+            with engine.caches_only(), closing(responses):
                 for response in responses:
                     self._check()
                     said.append(response.token)
