@@ -41,12 +41,15 @@ class SlotCache:
             return len(experts) <= self.n_slots
         return len(self.pinned.union(experts)) <= self.n_slots
 
-    def use(self, experts: Iterable[int]) -> None:
-        """Mark residents among `experts` as the most recently used."""
+    def use(self, experts: Iterable[int]) -> list[int]:
+        """Mark residents among `experts` as the most recently used; returns their slots."""
         slot_of = self.slot_of
+        slots = []
         for expert in experts:
             if (slot := slot_of.pop(expert, None)) is not None:
                 slot_of[expert] = slot
+                slots.append(slot)
+        return slots
 
     def reserve(self, experts: Sequence[int], protected: Collection[int]) -> list[int]:
         """A slot for each of `experts`, none of them resident; evicts, never from `protected`.

@@ -65,19 +65,17 @@ class StreamedExperts(StandIn):
 
         Waits for `indices`. Raises FormatError when a record cannot be read.
         """
-        if self.skips_prompts and not _is_decode(indices.shape):
+        n_tokens = math.prod(indices.shape[:-1])
+        if n_tokens == 1:
+            return self._decode(x, indices)
+        is_decode = indices.ndim >= 3 and indices.shape[-2] == 1  # a token of each sequence
+        if self.skips_prompts and not is_decode:
             return mx.full((*indices.shape, x.shape[-1]), math.nan, dtype=x.dtype)
+        counters = self.counters.decode if is_decode else self.counters.prefill
         started = time.perf_counter()
         picked = np.array(indices, copy=False)  # evaluates it: the one wait of a layer
-        waited_s = time.perf_counter() - started
-        if picked.size == picked.shape[-1]:
-            return self._decode(x, picked, started, waited_s)
-
-        n_tokens = picked.size // picked.shape[-1]
-        is_decode = _is_decode(picked.shape)
-        counters = self.counters.decode if is_decode else self.counters.prefill
+        counters.wait_s += time.perf_counter() - started
         counters.calls += 1
-        counters.wait_s += waited_s
         slots = self._slots
         flat = picked.reshape(-1)
         distinct, n_uses = np.unique(flat, return_counts=True)
@@ -98,29 +96,32 @@ class StreamedExperts(StandIn):
             self._wait_for_graphs()
         return y
 
-    def _decode(
-        self, x: mx.array, picked: "np.ndarray[Any, np.dtype[Any]]", started: float, waited_s: float
-    ) -> mx.array:
+    def _decode(self, x: mx.array, indices: mx.array) -> mx.array:
         """A call of one token: the path whose own time counts."""
         counters = self.counters.decode
         slots = self._slots
         slot_of = slots.slot_of
-        experts = picked.ravel().tolist()
+        ndim = indices.ndim
+        flat = indices.reshape(-1)
+        started = time.perf_counter()
+        experts: Any = flat.tolist()  # evaluates them: the one wait of a layer
+        waited = time.perf_counter()
         needed = list(dict.fromkeys(experts))
         slots.policy.use(needed)
         if self.record is not None:
             self.record(needed, [1] * len(needed), 1, True)
-        misses = [e for e in needed if e not in slot_of]
-        slots.use(needed)
+        ids = slots.use(needed)
         counters.calls += 1
-        counters.hits += len(needed) - len(misses)
-        counters.wait_s += waited_s
-        if misses:
-            y = self._run_hits_first(x, experts, misses, picked.ndim, counters)
+        counters.hits += len(ids)
+        counters.wait_s += waited - started
+        if len(ids) < len(needed):
+            misses = [e for e in needed if e not in slot_of]
+            y = self._run_hits_first(x, experts, misses, ndim, counters)
         else:
-            ids = [slot_of[e] for e in experts]
-            counters.own_s += time.perf_counter() - started - waited_s
-            y = self._spreader.run_token(self.stock, x, ids, picked.ndim)
+            if len(ids) < len(experts):  # some picked twice
+                ids = [slot_of[e] for e in experts]
+            counters.own_s += time.perf_counter() - waited
+            y = self._spreader.run_token(self.stock, x, ids, ndim)
         mx.async_eval(y)  # the streams work while Python builds what follows
         self._unevaluated.append(y)
         if len(self._unevaluated) > MAX_LAZY_CALLS:
@@ -295,11 +296,6 @@ class StreamedExperts(StandIn):
         wait_for(futures)
         counters.read_s += time.perf_counter() - started
         self._slots.fill(wave.experts)
-
-
-def _is_decode(shape: Sequence[int]) -> bool:
-    """Whether a call with `(..., k)` indices is of one token, or of one of each sequence."""
-    return math.prod(shape[:-1]) == 1 or (len(shape) >= 3 and shape[-2] == 1)
 
 
 class _WaveCall:
