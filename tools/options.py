@@ -30,6 +30,7 @@ __all__ = [
     "expert_cache_option",
     "json_option",
     "memory_option",
+    "warm_start_option",
     "wire_option",
 ]
 
@@ -204,6 +205,16 @@ def expert_cache_option(function: F) -> F:
         default="auto",
         metavar="SIZE|auto|all|floor",
         help="For experts alone; floor: top-k a layer.  [default: what --memory leaves]",
+    )(function)
+
+
+def warm_start_option(function: F) -> F:
+    """`--warm-start`, `--no-warm-start`."""
+    return click.option(
+        "--warm-start/--no-warm-start",
+        default=True,
+        show_default=True,
+        help="Begin with the experts that the last run used most.",
     )(function)
 
 

@@ -139,7 +139,7 @@ def lay_out_unread(model: str, folder: Path) -> tuple[Manifest, Path | None]:
 
 def _tokenizer(pack: Pack) -> object:
     """The tokenizer, which a run has in memory too; None, and a warning, when there is none."""
-    from moepack.runtime.loading import read_config
+    from moepack.runtime.building import read_config
     from moepack.runtime.tokenizer import load_tokenizer
 
     config = read_config(pack)

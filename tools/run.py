@@ -25,6 +25,7 @@ from moepack.tools.options import (
     expert_cache_option,
     json_option,
     memory_option,
+    warm_start_option,
     wire_option,
 )
 from moepack.tools.reporting import WIDENED, note, waiting
@@ -114,12 +115,7 @@ def _checked_max_tokens(ctx: click.Context, param: click.Parameter, value: int) 
     type=FilePath(dir_okay=False),
     help="Save which experts each call asked for, for replay: FILE.npz.",
 )
-@click.option(
-    "--warm-start/--no-warm-start",
-    default=True,
-    show_default=True,
-    help="Begin with the experts that the last run used most.",
-)
+@warm_start_option
 @click.option(
     "--check",
     type=click.Choice(["first", "always", "never"]),

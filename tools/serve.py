@@ -20,6 +20,7 @@ from moepack.tools.options import (
     debug_option,
     expert_cache_option,
     memory_option,
+    warm_start_option,
     wire_option,
 )
 from moepack.tools.reporting import note
@@ -67,12 +68,7 @@ STOP_S = 4.0  # for everything
     show_default=True,
     help="Of a request; four times that of all that are being received or prepared.",
 )
-@click.option(
-    "--warm-start/--no-warm-start",
-    default=True,
-    show_default=True,
-    help="Begin with the experts that the last run used most.",
-)
+@warm_start_option
 @wire_option
 @memory_option
 @expert_cache_option

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +15,7 @@ import mlx.core as mx
 import pytest
 import tiny_models
 from conftest import make_pack
+from forking import forking
 from tiny_models import per_expert, read_weights, resave
 
 from moepack.formats.errors import SourceError
@@ -44,10 +43,10 @@ QUANTIZE_OPTIONS = ConvertOptions(quantize=True, q_bits=4, q_group_size=32)
 # Every call by which convert changes what is on disk; a write is seen when it is flushed.
 CALLS = ("pwrite", "fsync", "truncate", "rename", "replace", "unlink", "rmdir", "mkdir")
 
-# Runs commands in forks of one process, which has imported all and computed nothing: a fork takes
+# For forks of one process that has imported all and computed nothing: a fork takes
 # a tenth of a second. The profiler sees every call into C, the methods of files too.
-FORKER = """
-import gc, json, os, signal, sys, threading
+CONVERTING = """
+import os, signal, sys, threading
 import mlx_lm.models.qwen3_moe
 import moepack.packer.opening
 import moepack.packer.convert as converting
@@ -77,24 +76,6 @@ def run(job):
     status = main(job["arguments"])
     print(n_calls, flush=True)
     return status
-
-gc.freeze()  # no fork goes through what they share
-for line in sys.stdin:
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        status = 99
-        try:
-            os.dup2(writer, 1)
-            os.dup2(writer, 2)
-            status = run(json.loads(line))
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    os.close(writer)
-    with open(reader) as pipe:
-        output = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps([status, output]), flush=True)
 """
 
 
@@ -117,28 +98,17 @@ class Run(Protocol):
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """See Run."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    requests, replies = process.stdin, process.stdout
+    with forking(CONVERTING) as fork:
 
-    def run(*arguments: object, kill_at: int = 0, calls: tuple[str, ...] = CALLS) -> Ended:
-        texts = ["convert", *map(str, arguments)]
-        job = {"arguments": texts, "kill_at": kill_at, "calls": calls}
-        requests.write(json.dumps(job) + "\n")
-        requests.flush()
-        status, output = json.loads(replies.readline())
-        if status < 0:
-            return Ended(status, output, kill_at)
-        output, n_calls = output.rstrip("\n").rsplit("\n", 1)
-        return Ended(status, output, int(n_calls))
+        def run(*arguments: object, kill_at: int = 0, calls: tuple[str, ...] = CALLS) -> Ended:
+            texts = ["convert", *map(str, arguments)]
+            status, output = fork({"arguments": texts, "kill_at": kill_at, "calls": calls})
+            if status < 0:
+                return Ended(status, output, kill_at)
+            output, n_calls = output.rstrip("\n").rsplit("\n", 1)
+            return Ended(status, output, int(n_calls))
 
-    yield run
-    requests.close()
-    replies.close()
-    assert process.wait() == 0
+        yield run
 
 
 def fingerprint(folder: Path) -> dict[str, bytes]:

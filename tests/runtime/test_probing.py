@@ -14,7 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import random_tokens
 
 from moepack.packer.checkpoint import find_expert_modules
-from moepack.runtime.loading import _replace, load_engine
+from moepack.runtime.building import replace_module
+from moepack.runtime.loading import load_engine
 from moepack.runtime.probing import ShapeProbe, _is_remembered, measure_shape
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ def test_measured_shape_is_a_real_calls(family: tuple[str, Path], context: int) 
     modules = find_expert_modules(model)
     probes = [ShapeProbe(m) for _, m in modules]
     for (path, _), probe in zip(modules, probes, strict=True):
-        _replace(model, path, probe)
+        replace_module(model, path, probe)
     shape = measure_shape(model, probes, context)
     assert shape.top_k == TOP_K[name]
     assert shape.kv_nbytes == expected > 0
@@ -80,7 +81,7 @@ def test_only_what_the_last_module_says_is_in_no_cache(family: tuple[str, Path])
     modules = find_expert_modules(model)
     probes = [ShapeProbe(m) for _, m in modules]
     for (path, _), probe in zip(modules, probes, strict=True):
-        _replace(model, path, probe)
+        replace_module(model, path, probe)
     remembered = [_is_remembered(model, probe) for probe in probes]
     assert remembered == [True] * (len(probes) - 1) + [False]
 
@@ -91,7 +92,7 @@ def test_measuring_evaluates_nothing(float_source: Path) -> None:
     modules = find_expert_modules(model)
     probes = [ShapeProbe(m) for _, m in modules]
     for (path, _), probe in zip(modules, probes, strict=True):
-        _replace(model, path, probe)
+        replace_module(model, path, probe)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     shape = measure_shape(model, probes, 100_000)

@@ -2,49 +2,34 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tiny_models
+from forking import forking
 from hostile_inputs import Input, all_inputs
 
 MAX_CPU_S = 2  # time of a processor, not of a clock: other work on the machine does not count
 MAX_GROWTH = 300 * 10**6
 MIN_INPUTS = 200
 
-# Runs commands in forks of one process, which has imported all: what is measured is the input's.
-FORKER = """
-import gc, json, os, resource, signal, sys, time
+# What is measured is the input's.
+COMMAND = """
+import json, time
 import mlx_lm.models.qwen3_moe
 import moepack.packer.convert, moepack.packer.opening, moepack.runtime.loading
 import moepack.tools.answering, moepack.tools.convert, moepack.tools.run
 from moepack.tools.cli import main
 from moepack.tools.reporting import peak_memory
 
-gc.freeze()
-for line in sys.stdin:
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            signal.alarm(120)
-            os.dup2(writer, 1)
-            os.dup2(writer, 2)
-            before, started = peak_memory(), time.process_time()
-            status = main(json.loads(line))
-            figures = time.process_time() - started, peak_memory() - before
-            print(json.dumps([status, *figures]), flush=True)
-        finally:
-            sys.stderr.flush()
-            os._exit(0)
-    os.close(writer)
-    with open(reader, errors="replace") as pipe:
-        output = pipe.read()
-    signal_number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps([signal_number, output]), flush=True)
+def run(arguments):
+    before, started = peak_memory(), time.process_time()
+    status = main(arguments)
+    figures = time.process_time() - started, peak_memory() - before
+    print(json.dumps([status, *figures]), flush=True)
+    return 0
 """
 
 
@@ -60,25 +45,15 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[..., Ended]]:
     """Runs the command with arguments in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    requests, replies = process.stdin, process.stdout
+    with forking(COMMAND) as fork:
 
-    def run(*arguments: object) -> Ended:
-        requests.write(json.dumps([*map(str, arguments)]) + "\n")
-        requests.flush()
-        died, output = json.loads(replies.readline())
-        assert died == 0, f"{arguments}: killed by signal {-died}: {output}"
-        output, _, figures = output.rstrip("\n").rpartition("\n")
-        return Ended(json.loads(figures)[0], output, *json.loads(figures)[1:])
+        def run(*arguments: object) -> Ended:
+            died, output = fork([*map(str, arguments)])
+            assert died == 0, f"{arguments}: killed by signal {-died}: {output}"
+            output, _, figures = output.rstrip("\n").rpartition("\n")
+            return Ended(json.loads(figures)[0], output, *json.loads(figures)[1:])
 
-    yield run
-    requests.close()
-    replies.close()
-    assert process.wait() == 0
+        yield run
 
 
 def complaint(hostile: Input, folder: Path, run: Callable[..., Ended]) -> tuple[str | None, Ended]:
