@@ -33,7 +33,7 @@ from moepack.runtime.building import (
 from moepack.runtime.counters import Counters, add
 from moepack.runtime.disk import known_disk
 from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
-from moepack.runtime.machine import available_memory, resident_memory, wire_memory
+from moepack.runtime.machine import available_memory, most_wired, resident_memory, wire_memory
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
 from moepack.runtime.reading import (
@@ -207,6 +207,8 @@ def load_engine(
     """
     if check not in CHECKS:
         raise SourceError(f"check: {check!r} is none of {', '.join(CHECKS)}")
+    if wire:
+        most_wired()
     opened = pack if isinstance(pack, Pack) else Pack.open(pack)
     manifest = opened.manifest
     if check != "never":
@@ -302,15 +304,15 @@ def load_engine(
 
 def _check_pins(manifest: Manifest, plan: MemoryPlan, top_k: Sequence[int], pins: int) -> None:
     """Raises SourceError where a token, or a wave, could not pass beside so many pinned experts."""
-    streamed = [
-        n_slots - max(k, n_passing(n_slots))
-        for module, n_slots, k in zip(manifest.modules, plan.slots_per_layer, top_k, strict=True)
-        if n_slots < module.n_experts
-    ]
-    if streamed and pins > min(streamed):
+    layers = zip(manifest.modules, plan.slots_per_layer, top_k, strict=True)
+    most, n_slots = min(
+        ((n - max(k, n_passing(n)), n) for module, n, k in layers if n < module.n_experts),
+        default=(pins, 0),
+    )
+    if pins > most:
         raise SourceError(
-            f"--pin {pins}: with {min(plan.slots_per_layer)} experts of a layer in memory, at most "
-            f"{min(streamed)} can be pinned"
+            f"--pin {pins}: with {n_slots} experts of a layer in memory, at most {most} can be "
+            "pinned"
         )
 
 

@@ -12,6 +12,7 @@ from moepack.formats.errors import SourceError
 __all__ = [
     "available_memory",
     "cgroup_limit",
+    "most_wired",
     "release_memory",
     "resident_memory",
     "wire_memory",
@@ -27,8 +28,7 @@ def available_memory() -> int:
     limits = [psutil.virtual_memory().available + resident_memory()]
     if (limit := cgroup_limit()) is not None:
         limits.append(limit)
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    if isinstance(working_set, int) and working_set > 0:
+    if (working_set := metal_working_set()) is not None:
         limits.append(working_set)
     return int(min(limits) * HEADROOM)
 
@@ -64,19 +64,32 @@ def resident_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def most_wired() -> int:
+    """How many bytes Metal may be asked to keep in RAM, so that others find some.
+
+    Raises SourceError where there is no Metal.
+    """
+    working_set = metal_working_set()
+    if working_set is None:
+        raise SourceError("--wire: only Metal wires memory, and this machine has none")
+    return int(working_set * HEADROOM)
+
+
 def wire_memory(nbytes: int) -> int:
     """Have Metal keep up to `nbytes` of MLX's memory in RAM from now on; returns what it will keep.
 
-    HEADROOM of the recommended working set at most, so that others find some. mlx-lm raises the
-    limit while it generates and then restores this one. Written from the documentation of macOS
-    15's wired limit; not run by its authors. Raises SourceError on other systems.
+    mlx-lm raises the limit while it generates and then restores this one. Written from the
+    documentation of macOS 15's wired limit; not run by its authors. Raises as `most_wired`.
     """
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    if not isinstance(working_set, int) or working_set <= 0:
-        raise SourceError("--wire: only Metal wires memory, and this machine has none")
-    limit = min(nbytes, int(working_set * HEADROOM))
+    limit = min(nbytes, most_wired())
     mx.set_wired_limit(limit)
     return limit
+
+
+def metal_working_set() -> int | None:
+    """Bytes that Metal recommends to stay within; None without Metal."""
+    size = mx.device_info().get("max_recommended_working_set_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def release_memory() -> None:

@@ -7,6 +7,7 @@ pack. They decide what is in memory at the start, not what the model says.
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,15 +80,25 @@ def _preload(layer: StreamedExperts, experts: Sequence[int]) -> list[str]:
 
 
 def _read_profile(path: Path) -> dict[str, list[float]]:
-    """Scores by layer; nothing of a file that is gone, damaged or absurd."""
+    """Scores by layer; nothing of a file that is gone, damaged, absurd or not a regular one."""
     try:
-        if path.stat().st_size > MAX_PROFILE_NBYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PROFILE_NBYTES:
             return {}
-        layers = json.loads(path.read_text(encoding="utf-8"))["scores"]
+        layers = json.loads(path.read_text(encoding="utf-8"))["scores"].items()
+        by_layer = {number: [float(score) for score in scores] for number, scores in layers}
         return {
             number: scores
-            for number, scores in layers.items()
-            if all(isinstance(s, float | int) and 0 <= s < math.inf for s in scores)
+            for number, scores in by_layer.items()
+            if all(0 <= score < math.inf for score in scores)
         }
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,  # an integer of hundreds of digits
+    ):
         return {}

@@ -166,6 +166,7 @@ def _serve(
     """Answer requests until a signal. Raises what loading the only pack raises."""
     import uvicorn
 
+    from moepack.runtime.machine import most_wired
     from moepack.tools.serving.answers import Service
     from moepack.tools.serving.app import make_app
     from moepack.tools.serving.catalog import Catalog, open_packs
@@ -174,6 +175,8 @@ def _serve(
     from moepack.tools.serving.usage import Watch
     from moepack.tools.serving.worker import Worker
 
+    if wire:
+        most_wired()
     catalog, watch = Catalog(open_packs(packs), context), Watch()
     if catalog.only is not None:
         catalog.tokenizer(catalog.only)  # a pack without one is refused at once

@@ -1,6 +1,7 @@
 """Warm start: another run's favourites are in memory at the start, and the tokens are the same."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -83,6 +84,26 @@ def test_a_profile_that_does_not_fit_is_no_profile(
     assert warm_up(engine, tmp_path / "p.json") == []
     assert warm_up(engine, tmp_path / "none.json") == []
     assert residents(engine) == [set(), set()]
+
+
+@pytest.mark.parametrize("kind", ["a huge integer", "a fifo", "a link to /dev/zero"])
+def test_a_profile_that_no_run_wrote_is_no_profile(
+    kind: str, q4_pack: Path, tmp_path: Path
+) -> None:
+    """Whoever made the pack may have put it there; runs go on, and write a good one."""
+    pack = Path(shutil.copytree(q4_pack, tmp_path / "pack"))
+    shipped = pack / SHIPPED_NAME
+    if kind == "a fifo":
+        os.mkfifo(shipped)
+    elif kind == "a link to /dev/zero":
+        shipped.symlink_to("/dev/zero")
+    else:
+        shipped.write_text(json.dumps({"scores": {"0": [10**400] * 16, "1": [10**400] * 16}}))
+    engine = streamed(pack)
+    assert warm_up(engine, tmp_path / "p.json") == []
+    assert residents(engine) == [set(), set()]
+    run_prompt(engine.model, TOKENS)
+    save_profile(engine, tmp_path / "p.json")
 
 
 def test_scores_that_are_no_numbers_are_refused(q4_pack: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import openai
 import pytest
 import tiny_models
@@ -376,3 +378,15 @@ def test_a_port_in_use_is_said_in_one_line(
     assert main(["serve", str(q4_pack), "--port", url.rsplit(":", 1)[1]]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "in use" in line
+
+
+def test_without_metal_nothing_is_served_that_was_to_be_wired(
+    q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several packs none would be loaded at the start."""
+    if mx.metal.is_available():
+        pytest.skip("NOT TESTED: this machine has Metal")
+    other = shutil.copytree(q4_pack, tmp_path / "other.moepack")
+    assert main(["serve", str(q4_pack), str(other), "--port", "0", "--wire"]) == 1
+    error = "moepack: error: --wire: only Metal wires memory, and this machine has none\n"
+    assert capsys.readouterr().err == error
