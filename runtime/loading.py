@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from moepack.formats.digests import wrong_files
-from moepack.formats.errors import FormatError, SourceError
+from moepack.formats.errors import BudgetError, FormatError, SourceError
 from moepack.formats.manifest import Manifest
 from moepack.formats.pack import Pack
 from moepack.formats.sizes import parse_size
@@ -33,7 +33,13 @@ from moepack.runtime.building import (
 from moepack.runtime.counters import Counters, add
 from moepack.runtime.disk import known_disk
 from moepack.runtime.half import compute_in_float32, needs_float32, widening_nbytes
-from moepack.runtime.machine import available_memory, most_wired, resident_memory, wire_memory
+from moepack.runtime.machine import (
+    available_memory,
+    most_wired,
+    problem_of_group,
+    resident_memory,
+    wire_memory,
+)
 from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
 from moepack.runtime.reading import (
@@ -246,6 +252,8 @@ def load_engine(
         expert_cache=cache,
         prefill_step=prefill_step,
     )
+    if (problem := problem_of_group(plan.total)) is not None:
+        raise BudgetError(f"{problem}; state less, or leave --memory and --expert-cache out")
     _check_pins(manifest, plan, needs.top_k, pins)
     wired = wire_memory(plan.shared + plan.slots) if wire else 0
     mx.set_cache_limit(plan.mlx_cache)

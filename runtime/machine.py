@@ -8,11 +8,13 @@ import mlx.core as mx
 import psutil
 
 from moepack.formats.errors import SourceError
+from moepack.formats.sizes import format_size
 
 __all__ = [
     "available_memory",
     "cgroup_limit",
     "most_wired",
+    "problem_of_group",
     "release_memory",
     "resident_memory",
     "wire_memory",
@@ -57,6 +59,17 @@ def cgroup_limit(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> int | Non
                 if text.isdigit() and int(text) < 2**60:  # version 1 says 2^63 less a page for none
                     limits.append(int(text))
     return min(limits, default=None)
+
+
+def problem_of_group(nbytes: int) -> str | None:
+    """Why this process would be killed if it took `nbytes`; None where nothing says so."""
+    limit = cgroup_limit()
+    if limit is None or nbytes <= limit:
+        return None
+    return (
+        f"{format_size(nbytes)} are planned, but the control group of this process allows "
+        f"{format_size(limit)}"
+    )
 
 
 def resident_memory() -> int:

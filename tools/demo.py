@@ -12,7 +12,7 @@ from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.sizes import format_size
 from moepack.tools.options import FilePath, Text, debug_option
 from moepack.tools.reporting import note, peak_memory
-from moepack.tools.startup import interrupts_unwind
+from moepack.tools.startup import interrupts_unwind, terminations_unwind
 
 __all__ = ["DEMO_MODEL", "command"]
 
@@ -83,6 +83,7 @@ def command(
     n_tokens = max_tokens or DEFAULT_MAX_TOKENS
     if pack is not None:
         return run_demo(pack, text, n_tokens)
+    terminations_unwind()
     with tempfile.TemporaryDirectory(prefix="moepack-demo-") as folder:
         return run_demo(Path(folder) / "demo.moepack", text, n_tokens)
 

@@ -21,7 +21,7 @@ from moepack.formats.sizes import format_size
 from moepack.tools.apart import apart
 from moepack.tools.options import Name, debug_option, json_option, memory_option
 from moepack.tools.reporting import note
-from moepack.tools.startup import interrupts_unwind
+from moepack.tools.startup import interrupts_unwind, terminations_unwind
 
 if TYPE_CHECKING:
     from moepack.runtime.disk import DiskFigures
@@ -54,9 +54,10 @@ def command(model: str, memory: int | str, context: int | None, as_json: bool) -
     """
     from moepack.runtime.disk import probe_disk
     from moepack.runtime.loading import DEFAULT_CONTEXT, measure_needs
-    from moepack.runtime.machine import available_memory
+    from moepack.runtime.machine import available_memory, problem_of_group
 
     interrupts_unwind()
+    terminations_unwind()
     with TemporaryDirectory(prefix="moepack-plan-") as folder:
         subject = _find(model, Path(folder))
         try:
@@ -77,6 +78,8 @@ def command(model: str, memory: int | str, context: int | None, as_json: bool) -
         available=available,
         memory=memory if isinstance(memory, int) else None,
     )
+    if (problem := problem_of_group(figures["memory"]["total"])) is not None:
+        note(f"warning: {problem}")
     click.echo(json.dumps(figures) if as_json else "\n".join(_lines(figures, disk)))
     return 1 if figures["fits"] == "no" else 0
 

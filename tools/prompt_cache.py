@@ -51,6 +51,8 @@ def open_prompt_cache(
             if 0 < n_done == n_tokens - 1:
                 notify(_save(path, cache, tokens[:n_done], binding))
 
+        if len(tokens) == 1:
+            notify(f"nothing to save to {path}: all but the prompt's last token is kept")
         return {"prompt_cache": cache, "prompt_progress_callback": save_when_read}, 0
     try:
         cache, metadata = load_prompt_cache(str(path), return_metadata=True)

@@ -9,7 +9,7 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = ["entry_point", "interrupts_unwind", "open_files_problem"]
+__all__ = ["entry_point", "interrupts_unwind", "open_files_problem", "terminations_unwind"]
 
 # mlx_lm.utils sets this hard limit of open files when it is imported.
 MLX_LM_OPEN_FILES = 4096
@@ -35,6 +35,15 @@ def interrupts_unwind() -> None:
     """
     if signal.getsignal(signal.SIGINT) is _leave_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def terminations_unwind() -> None:
+    """From here on SIGTERM ends the command in order: a temporary folder is to be removed."""
+    signal.signal(signal.SIGTERM, _leave_in_order)
+
+
+def _leave_in_order(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
 
 
 def _end_at_once(signum: int, frame: FrameType | None) -> None:

@@ -1,8 +1,12 @@
 """`moepack demo`, and the model that it ships."""
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
+from served import PROGRAM
 
 from moepack.formats.pack import Pack
 from moepack.tools.cli import main
@@ -32,3 +36,19 @@ def test_the_demos_routing_is_skewed(tmp_path: Path, capsys: pytest.CaptureFixtu
     main(["demo", "-m", "60", "--pack", str(tmp_path / "p")])
     rate = capsys.readouterr().err.split("hit rate ")[1].split(" %")[0]
     assert float(rate) > 40
+
+
+def test_sigterm_leaves_no_folder(tmp_path: Path) -> None:
+    """The pack that it makes is as temporary then."""
+    with subprocess.Popen(
+        [*PROGRAM, "demo", "-m", "100000"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.read(1)  # it answers
+        assert list(tmp_path.glob("moepack-demo-*"))
+        demo.terminate()
+        assert demo.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("moepack-demo-*"))

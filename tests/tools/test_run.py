@@ -282,3 +282,42 @@ def test_a_conversation_reads_only_what_is_new_and_says_what_it_would_say_alone(
         "4",
         "2",
     ]
+
+
+def test_an_answer_ends_where_a_stated_context_does(
+    q4_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory is planned for no more tokens; a prompt that leaves no room is refused."""
+    arguments = ["run", str(q4_pack), "-p", tiny_models.text_of(SHORT), "--json", "--context"]
+    for n_tokens in ("8", "-1"):
+        assert main([*arguments, "10", "-m", n_tokens]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert (figures["prompt_tokens"], figures["generation_tokens"]) == (4, 6)
+        assert figures["finish_reason"] == "length"
+    assert main([*arguments, "4"]) == 2
+    assert "--context 4: the prompt has 4 tokens" in capsys.readouterr().err
+    assert main([*arguments, "8", "-m", "8", "--max-kv-size", "8"]) == 0  # keeps no more than 8
+    assert json.loads(capsys.readouterr().out)["generation_tokens"] == 8
+
+
+def test_more_memory_than_the_control_group_allows_is_refused(
+    q4_pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel would end the process without a word; `plan`, which is for any machine, warns."""
+    monkeypatch.setattr("moepack.runtime.machine.cgroup_limit", lambda: 10**6)
+    prompt = tiny_models.text_of(SHORT)
+    assert main(["run", str(q4_pack), "-p", prompt, "--memory", "8GB"]) == 1
+    problem = r"MB are planned, but the control group of this process allows 1 MB"
+    assert problem in capsys.readouterr().err.splitlines()[-1]
+    assert main(["plan", str(q4_pack), "--memory", "8GB"]) == 0
+    assert problem in capsys.readouterr().err
+
+
+def test_a_prompt_of_one_token_has_nothing_to_save(
+    q4_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.safetensors"
+    prompt = tiny_models.text_of(SHORT[:1])
+    assert main(["run", str(q4_pack), "-p", prompt, "--prompt-cache-file", str(path)]) == 0
+    assert f"nothing to save to {path}" in capsys.readouterr().err
+    assert not path.exists()
