@@ -106,7 +106,9 @@ class StreamedExperts(StandIn):
         started = time.perf_counter()
         experts: Any = flat.tolist()  # evaluates them: the one wait of a layer
         waited = time.perf_counter()
-        needed = list(dict.fromkeys(experts))
+        needed = experts
+        if len({*experts}) < len(experts):  # some picked twice
+            needed = list(dict.fromkeys(experts))
         slots.policy.use(needed)
         if self.record is not None:
             self.record(needed, [1] * len(needed), 1, True)
@@ -118,7 +120,7 @@ class StreamedExperts(StandIn):
             misses = [e for e in needed if e not in slot_of]
             y = self._run_hits_first(x, experts, misses, ndim, counters)
         else:
-            if len(ids) < len(experts):  # some picked twice
+            if len(ids) < len(experts):
                 ids = [slot_of[e] for e in experts]
             counters.own_s += time.perf_counter() - waited
             y = self._spreader.run_token(self.stock, x, ids, ndim)
