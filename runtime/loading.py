@@ -306,7 +306,7 @@ def load_engine(
         pins=pins,
         read_workers=n_workers,
         wired=wired,
-        forgettable=last if last and not shape.last_is_remembered else None,
+        forgettable=None if shape.last_is_remembered else last,
     )
 
 

@@ -30,15 +30,11 @@ class SlotCache:
     @property
     def scores(self) -> Sequence[float]:
         """The policy's, pinned experts above all."""
-        scores = self.policy.scores
-        if not self.pinned:
-            return scores
-        return [math.inf if e in self.pinned else score for e, score in enumerate(scores)]
+        pinned = self.pinned
+        return [math.inf if e in pinned else s for e, s in enumerate(self.policy.scores)]
 
-    def hold(self, experts: Sequence[int]) -> bool:
-        """Whether `experts`, distinct, can be resident together."""
-        if not self.pinned:
-            return len(experts) <= self.n_slots
+    def can_hold(self, experts: Iterable[int]) -> bool:
+        """Whether `experts` and what is pinned can be resident together."""
         return len(self.pinned.union(experts)) <= self.n_slots
 
     def use(self, experts: Iterable[int]) -> list[int]:

@@ -83,7 +83,7 @@ class StreamedExperts(StandIn):
         slots.policy.use_many(dict(zip(needed, counts, strict=True)), n_tokens)
         if self.record is not None:
             self.record(needed, counts, n_tokens, is_decode)
-        if not slots.hold(needed):
+        if not slots.can_hold(needed):
             return self._run_waves(x, picked, needed, counters)
         misses = [e for e in needed if e not in slots.slot_of]
         counters.hits += len(needed) - len(misses)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -43,6 +43,11 @@ class Sampling:
     repetition_penalty: float | None = None
     max_kv_size: int | None = None
     kv_bits: int | None = None
+
+    def within(self, room: int) -> "Sampling":
+        """The same, but for answers of `room` tokens at most."""
+        stated = self.max_tokens
+        return replace(self, max_tokens=min(stated, room) if stated > 0 else room)
 
     def generate_options(self, vocabulary: int, cached: list[int] | None = None) -> dict[str, Any]:
         """Keyword arguments for mlx-lm's stream_generate, for logits of `vocabulary` tokens.

@@ -237,8 +237,7 @@ class Chat:
                 f"the conversation has {n_tokens} tokens, and memory was planned for --context "
                 f"{self._context}; /clear begins another"
             )
-        stated = self._sampling.max_tokens
-        return replace(self._sampling, max_tokens=min(stated, room) if stated > 0 else room)
+        return self._sampling.within(room)
 
     def _statistics(self) -> str:
         """What the chat has cost so far, for a person."""

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +227,12 @@ def command(
         if context is None:
             context = len(tokens) + min(n_answer, DEFAULT_CONTEXT)
         elif max_kv_size is None or max_kv_size > context:  # memory is for no more
-            sampling = replace(sampling, max_tokens=_most_tokens(context, len(tokens), max_tokens))
+            if context <= len(tokens):
+                raise click.UsageError(
+                    f"--context {context}: the prompt has {len(tokens):,} tokens, and an answer "
+                    "needs room"
+                )
+            sampling = sampling.within(context - len(tokens))
     context = context or DEFAULT_CONTEXT
     with waiting(f"loading {opened.path.name}"):
         engine = load_engine(
@@ -294,16 +298,6 @@ def command(
         )
         note("Type a message; /help lists the commands, Ctrl-D leaves.")
         chat.run(read, interrupts_end=not is_edited)
-
-
-def _most_tokens(context: int, n_prompt: int, max_tokens: int) -> int:
-    """How long an answer may be within a stated context. Raises UsageError where none can be."""
-    left = context - n_prompt
-    if left < 1:
-        raise click.UsageError(
-            f"--context {context}: the prompt has {n_prompt:,} tokens, and an answer needs room"
-        )
-    return left if max_tokens < 0 else min(max_tokens, left)
 
 
 def _reader(is_edited: bool) -> Callable[[], str]:

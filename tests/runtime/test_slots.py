@@ -46,10 +46,10 @@ class SlotMachine(RuleBasedStateMachine):
         assert all(scores[e] == plain[e] for e in range(N_EXPERTS) if e not in experts)
 
     @rule(experts=st.sets(st.integers(0, N_EXPERTS - 1)))
-    def hold(self, experts: set[int]) -> None:
+    def can_hold(self, experts: set[int]) -> None:
         """Pinned experts take slots from others."""
         fits = len(experts | self.pinned) <= self.cache.n_slots
-        assert self.cache.hold(sorted(experts)) == fits
+        assert self.cache.can_hold(sorted(experts)) == fits
 
     @precondition(lambda self: not self.reserved)
     @rule(data=st.data())

@@ -152,13 +152,13 @@ def _prepare(
             "messages" if isinstance(body, ChatBody) else "prompt",
         )
     sampling = Sampling(
-        max_tokens=min(body.token_limit or n_left, n_left),
+        max_tokens=body.token_limit or -1,
         temp=body.temperature,
         top_p=body.top_p,
         top_k=max(0, body.top_k),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
-    )
+    ).within(n_left)
     return _Prepared(
         model,
         tokens,
