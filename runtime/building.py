@@ -10,13 +10,20 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from moepack.formats.errors import FormatError
+from moepack.formats.errors import FormatError, SourceError
 from moepack.formats.manifest import ExpertModule, Manifest, quantization_config
 from moepack.formats.pack import Pack
 from moepack.formats.validate import validate_config
 from moepack.runtime.banks import MLX_DTYPES
 
-__all__ = ["build_model", "expert_modules", "put_shared", "read_config", "replace_module"]
+__all__ = [
+    "build_model",
+    "check_device",
+    "expert_modules",
+    "put_shared",
+    "read_config",
+    "replace_module",
+]
 
 # How configs call the number of experts that a router picks for a token.
 TOP_K_KEYS = (
@@ -164,3 +171,12 @@ def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
         parent[int(last)] = module
     else:
         parent[last] = module
+
+
+def check_device(pack: Pack) -> None:
+    """Raises SourceError for tensors that MLX's CPU backend has no kernel for."""
+    names = [t.name for t in pack.manifest.shared]
+    names += [part.name for m in pack.manifest.modules for part in m.parts]
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if on_cpu and any(name.endswith(".global_scale") for name in names):
+        raise SourceError(f"{pack.path}: nvfp4 with global scales: MLX computes it on a GPU only")

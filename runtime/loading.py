@@ -5,7 +5,7 @@ quantization; nothing of it is evaluated before its expert modules have been rep
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from moepack.runtime.adapters import apply_adapters
 from moepack.runtime.banks import MLX_DTYPES, Banks
 from moepack.runtime.building import (
     build_model,
+    check_device,
     expert_modules,
     put_shared,
     read_config,
@@ -40,7 +41,7 @@ from moepack.runtime.machine import (
     resident_memory,
     wire_memory,
 )
-from moepack.runtime.memory import MemoryPlan, Needs, plan_memory
+from moepack.runtime.memory import MemoryPlan, Needs, check_pins, plan_memory
 from moepack.runtime.probing import ModelShape, ShapeProbe, measure_shape
 from moepack.runtime.reading import (
     CHECKS,
@@ -55,7 +56,6 @@ from moepack.runtime.slots import SlotCache
 from moepack.runtime.spreading import Spreader, SpreadExperts, spread_linears
 from moepack.runtime.streamed import StreamedExperts
 from moepack.runtime.tokenizer import load_tokenizer
-from moepack.runtime.waves import n_passing
 
 __all__ = [
     "DEFAULT_CONTEXT",
@@ -221,7 +221,7 @@ def load_engine(
         for name in wrong_files(opened):
             remedy = repair_command(opened)
             raise FormatError(f"{opened.path / name}: differs from its digest; {remedy}")
-    _check_device(opened)
+    check_device(opened)
     memory_nbytes = None if memory == "auto" else _size(memory, "memory")
     cache: int | str | None = expert_cache
     if cache == "auto":
@@ -254,7 +254,7 @@ def load_engine(
     )
     if (problem := problem_of_group(plan.total)) is not None:
         raise BudgetError(f"{problem}; state less, or leave --memory and --expert-cache out")
-    _check_pins(manifest, plan, needs.top_k, pins)
+    check_pins(manifest.modules, plan, needs.top_k, pins)
     wired = wire_memory(plan.shared + plan.slots) if wire else 0
     mx.set_cache_limit(plan.mlx_cache)
     free = available_memory() - (plan.total - resident_memory())
@@ -308,20 +308,6 @@ def load_engine(
         wired=wired,
         forgettable=None if shape.last_is_remembered else last,
     )
-
-
-def _check_pins(manifest: Manifest, plan: MemoryPlan, top_k: Sequence[int], pins: int) -> None:
-    """Raises SourceError where a token, or a wave, could not pass beside so many pinned experts."""
-    layers = zip(manifest.modules, plan.slots_per_layer, top_k, strict=True)
-    most, n_slots = min(
-        ((n - max(k, n_passing(n)), n) for module, n, k in layers if n < module.n_experts),
-        default=(pins, 0),
-    )
-    if pins > most:
-        raise SourceError(
-            f"--pin {pins}: with {n_slots} experts of a layer in memory, at most {most} can be "
-            "pinned"
-        )
 
 
 def _read_workers(pack: Pack, direct: bool) -> int:
@@ -394,15 +380,6 @@ def _needs(
         score=shape.score_nbytes,
         keeps_buffers=mx.default_device().type == mx.DeviceType.gpu,
     )
-
-
-def _check_device(pack: Pack) -> None:
-    """Raises SourceError for tensors that MLX's CPU backend has no kernel for."""
-    names = [t.name for t in pack.manifest.shared]
-    names += [part.name for m in pack.manifest.modules for part in m.parts]
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if on_cpu and any(name.endswith(".global_scale") for name in names):
-        raise SourceError(f"{pack.path}: nvfp4 with global scales: MLX computes it on a GPU only")
 
 
 def pack_tokenizer(pack: Pack) -> TokenizerWrapper:

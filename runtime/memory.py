@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from moepack.formats.errors import BudgetError
+from moepack.formats.errors import BudgetError, SourceError
 from moepack.formats.manifest import ExpertModule
 from moepack.formats.sizes import format_size
+from moepack.runtime.waves import n_passing
 
-__all__ = ["MemoryPlan", "Needs", "plan_memory"]
+__all__ = ["MemoryPlan", "Needs", "check_pins", "plan_memory"]
 
 # Buffers that MLX keeps for reuse on Metal, where an allocation is slow. On the CPU backend keeping
 # none costs nothing (tools/EXPERIMENTS.md).
@@ -151,6 +152,22 @@ def plan_memory(
         is_resident=all(n == m.n_experts for n, m in zip(slots, modules, strict=True)),
         prefill_step=step,
     )
+
+
+def check_pins(
+    modules: Sequence[ExpertModule], plan: MemoryPlan, top_k: Sequence[int], pins: int
+) -> None:
+    """Raises SourceError where a token, or a wave, could not pass beside so many pinned experts."""
+    layers = zip(modules, plan.slots_per_layer, top_k, strict=True)
+    most, n_slots = min(
+        ((n - max(k, n_passing(n)), n) for module, n, k in layers if n < module.n_experts),
+        default=(pins, 0),
+    )
+    if pins > most:
+        raise SourceError(
+            f"--pin {pins}: with {n_slots} experts of a layer in memory, at most {most} can be "
+            "pinned"
+        )
 
 
 def _choose_step(needs: Needs, room: int, least: int, most: int) -> int:
